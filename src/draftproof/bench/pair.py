@@ -1,0 +1,120 @@
+"""The only producer of timed legs: both arms through one clock, one counter, one pipe.
+
+An arm is a worker process that decodes one prompt at a time. A leg's clock starts when the request is
+handed over and stops when the plain ids have arrived. The arms of a pair run right after each other, in an
+order that alternates from pair to pair.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from draftproof.clock import Clock
+from draftproof.errors import UsageError
+from draftproof.record import Leg
+from draftproof.wire import tokens_sha256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """A way to decode: which worker, and with which drafter and depth (``None`` for stock)."""
+
+    name: str
+    worker: Worker
+    drafter: str | None = None
+    depth: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedDecode:
+    """One leg with what it emitted; ``trace`` is the engine's own record, ``None`` for stock."""
+
+    leg: Leg
+    token_ids: tuple[int, ...]
+    trace: dict[str, Any] | None
+
+
+class Worker:
+    """A worker process; use as a context manager.
+
+    Args:
+        settings: first line sent to ``draftproof.bench.worker``.
+
+    Raises:
+        UsageError: the worker could not load its model, or died.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "draftproof.bench.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, encoding="utf-8", start_new_session=True,
+        )  # fmt: skip
+        self._kind = settings["kind"]
+        self._send(settings)
+        self.machine: dict[str, Any] = self._receive()["machine"]
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Send one request and wait for its answer."""
+        self._send(request)
+        return self._receive()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        stream = self._process.stdin
+        if stream is None or self._process.poll() is not None:
+            raise UsageError(f"the {self._kind} worker is gone (exit code {self._process.poll()})")
+        stream.write(json.dumps(message) + "\n")
+        stream.flush()
+
+    def _receive(self) -> dict[str, Any]:
+        line = self._process.stdout.readline() if self._process.stdout else ""
+        if not line:
+            code = self._process.wait()
+            raise UsageError(f"the {self._kind} worker died (exit code {code}); its message is above")
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            raise UsageError(reply["error"])
+        return reply
+
+
+@dataclass(slots=True, kw_only=True)
+class Stopwatch:
+    """Times legs; counts them over the whole run."""
+
+    clock: Clock
+    num_legs: int = 0
+
+    def time(self, arm: Arm, label: str, pair: int, prompt_ids: Sequence[int], max_new: int) -> TimedDecode:
+        """Decode ``prompt_ids`` once with ``arm``."""
+        request = {
+            "prompt_ids": list(prompt_ids), "max_new_tokens": max_new, "drafter": arm.drafter,
+            "depth": arm.depth,
+        }  # fmt: skip
+        start = self.clock.now_ns()
+        reply = arm.worker.ask(request)
+        duration = self.clock.now_ns() - start
+        ids = tuple(reply["token_ids"])
+        leg = Leg(
+            label=label, arm=arm.name, pair=pair, order=self.num_legs, start_ns=start, duration_ns=duration,
+            num_tokens=len(ids), tokens_sha256=tokens_sha256(ids), peak_bytes=reply["peak_bytes"],
+        )  # fmt: skip
+        self.num_legs += 1
+        return TimedDecode(leg=leg, token_ids=ids, trace=reply.get("trace"))
+
+    def pair(
+        self, arms: Sequence[Arm], label: str, pair: int, prompt_ids: Sequence[int], max_new: int
+    ) -> list[TimedDecode]:
+        """One leg of every arm, the order reversed in odd pairs."""
+        order = list(arms) if pair % 2 == 0 else list(reversed(arms))
+        return [self.time(arm, label, pair, prompt_ids, max_new) for arm in order]

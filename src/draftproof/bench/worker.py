@@ -1,0 +1,91 @@
+"""One arm of a comparison in a process of its own: ``python -m draftproof.bench.worker``.
+
+The parent sends one JSON object a line: first the arm's settings, then one request a decode. The answer
+holds plain ids and the process's peak resident memory. The parent owns the clock; nothing is cached between
+requests but weights, plan and cost curve. A failed request answers with its reason and the worker lives on.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Request = dict[str, Any]
+Decode = Callable[[Request], dict[str, Any]]
+
+
+def _stock(settings: Request) -> Decode:
+    """Pristine transformers: no code of the engine is imported."""
+    import torch
+
+    from draftproof.models.load import DTYPES
+    from draftproof.models.stock import StockModel
+
+    model = StockModel(Path(settings["folder"]), DTYPES[settings["dtype"]], torch.device(settings["device"]))
+
+    def decode(request: Request) -> dict[str, Any]:
+        return {"token_ids": model.generate(request["prompt_ids"], request["max_new_tokens"])}
+
+    return decode
+
+
+def _engine(settings: Request) -> Decode:
+    from draftproof import engine as engines
+    from draftproof.wire import encode
+
+    load = {key: settings[key] for key in ("dtype", "device", "claim")}
+    engine = engines.load(settings["folder"], **load)
+    draft_model = None
+    if settings["draft_model"] is not None:
+        draft_model = engines.load_target(
+            settings["draft_model"], dtype=settings["dtype"], device=settings["device"]
+        )
+
+    def decode(request: Request) -> dict[str, Any]:
+        done = engine.generate(
+            request["prompt_ids"], max_new_tokens=request["max_new_tokens"], drafter=request["drafter"],
+            depth=request["depth"], draft_model=draft_model, exit_layer=settings["exit_layer"],
+        )  # fmt: skip
+        return {"token_ids": done.token_ids, "trace": encode(done.trace)}
+
+    return decode
+
+
+def serve() -> None:
+    """Answer requests until standard input closes."""
+    settings = json.loads(sys.stdin.readline())
+    import torch
+    from transformers.utils import logging
+
+    from draftproof.errors import UsageError
+    from draftproof.machine import describe, peak_bytes
+    from draftproof.wire import encode
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    if settings["threads"] is not None:
+        torch.set_num_threads(settings["threads"])
+    try:
+        decode = (_stock if settings["kind"] == "stock" else _engine)(settings)
+    except UsageError as error:
+        _answer({"error": str(error)})
+        return
+    _answer({"machine": encode(describe(torch.device(settings["device"])))})
+    for line in sys.stdin:
+        try:
+            reply = decode(json.loads(line))
+        except UsageError as error:
+            reply = {"error": str(error)}
+        _answer({**reply, "peak_bytes": peak_bytes()})
+
+
+def _answer(reply: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(reply) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    serve()

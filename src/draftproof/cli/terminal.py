@@ -1,0 +1,55 @@
+"""What the commands share with the terminal: two consoles, a progress line, prompt reading."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from draftproof.errors import PromptError
+
+Report = Callable[[str, int, int], None]
+
+
+def stdout() -> Console:
+    """Results."""
+    return Console(highlight=False)
+
+
+def stderr() -> Console:
+    """Everything that is not a result."""
+    return Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def progress_line() -> Iterator[Report]:
+    """A transient progress bar on stderr for (stage, done, total) reports."""
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
+    with Progress(*columns, console=stderr(), transient=True) as bar:
+        task = bar.add_task("loading", total=None)
+
+        def report(stage: str, done: int, total: int) -> None:
+            bar.update(task, description=stage, completed=done, total=total or None)
+
+        yield report
+
+
+def read_prompt(argument: str) -> str:
+    """The prompt given, or standard input for ``-``; refuses what is not UTF-8 text."""
+    try:
+        if argument == "-":
+            return sys.stdin.buffer.read().decode("utf-8")
+        return argument.encode("utf-8").decode("utf-8")
+    except UnicodeError as error:
+        raise PromptError(f"the prompt is not UTF-8 text: {error}") from error
+
+
+def quiet_transformers() -> None:
+    """Silence the library's own progress bars and advice: results and errors are ours to print."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()

@@ -1,0 +1,1 @@
+"""Drafters: cheap guesses at the next tokens, right or wrong at no risk to the output."""

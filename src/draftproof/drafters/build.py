@@ -1,0 +1,79 @@
+"""Drafter names to drafters, in one explicit table.
+
+Third parties register a factory ``(options) -> Drafter`` under the entry point group
+``draftproof.drafters``; it is loaded by name only, never searched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+
+from draftproof.depth import DepthPolicy
+from draftproof.drafters.base import Drafter
+from draftproof.drafters.cascade import Cascade
+from draftproof.drafters.lookup import PromptLookup
+from draftproof.drafters.model import ModelDrafter, check_vocabulary
+from draftproof.drafters.suffix import SuffixAutomatonDrafter
+from draftproof.errors import DrafterError, OptionError
+from draftproof.models.base import Target
+from draftproof.models.decoder import DecoderTarget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterOptions:
+    """What a drafter may be built from.
+
+    ``capacity`` is the number of positions of the request, one draft included; ``exit_layer`` how many of
+    the target's layers the early exit runs, a third by default.
+    """
+
+    target: Target
+    policy: DepthPolicy
+    capacity: int
+    draft_model: Target | None = None
+    exit_layer: int | None = None
+
+
+def _draft_model(options: DrafterOptions) -> Drafter:
+    if options.draft_model is None:
+        raise DrafterError("drafter 'draft_model' needs --draft-model NAME_OR_PATH")
+    check_vocabulary(options.target, options.draft_model)
+    return ModelDrafter(options.draft_model, options.capacity)
+
+
+def _early_exit(options: DrafterOptions) -> Drafter:
+    target = options.target
+    if not isinstance(target, DecoderTarget):
+        raise DrafterError(f"early exit needs a row-exact target; {target.name!r} runs through transformers")
+    layers = options.exit_layer or max(1, target.num_layers // 3)
+    if not 1 <= layers < target.num_layers:
+        raise DrafterError(f"--exit-layer must be 1 to {target.num_layers - 1}, got {layers}")
+    return ModelDrafter(target.truncated(layers), options.capacity, name="early_exit")
+
+
+def _auto(options: DrafterOptions) -> Drafter:
+    cheap: list[Drafter] = [SuffixAutomatonDrafter(), PromptLookup()]
+    costly = [_draft_model(options)] if options.draft_model is not None else []
+    return Cascade(cheap, costly, options.policy)
+
+
+DRAFTERS: dict[str, Callable[[DrafterOptions], Drafter]] = {
+    "lookup": lambda _: PromptLookup(),
+    "suffix": lambda _: SuffixAutomatonDrafter(),
+    "draft_model": _draft_model,
+    "early_exit": _early_exit,
+    "auto": _auto,
+}
+
+
+def build_drafter(name: str, options: DrafterOptions) -> Drafter:
+    """The drafter called ``name``; raises ``OptionError`` naming the known ones."""
+    if name in DRAFTERS:
+        return DRAFTERS[name](options)
+    for point in entry_points(group="draftproof.drafters"):
+        if point.name == name:
+            made: Drafter = point.load()(options)
+            return made
+    raise OptionError(f"unknown drafter {name!r}; known: none, {', '.join(sorted(DRAFTERS))}")

@@ -1,0 +1,353 @@
+"""What users hold: ``load`` a model, then ``generate`` or ``stream`` what stock greedy decoding emits.
+
+An engine knows how it is exact (``engine.plan.claim``) and what a verification costs here
+(``engine.curve``). Requests share nothing but weights: every one gets a fresh cache, drafter and policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from draftproof.clock import Clock, RealClock
+from draftproof.decode import Decoding, plain_decode, speculate
+from draftproof.depth import MAX_DEPTH, CostAwareDepth, DepthPolicy, FixedDepth
+from draftproof.drafters.build import DrafterOptions, build_drafter
+from draftproof.errors import DrafterError, ModelError, OptionError, PromptError
+from draftproof.models.base import Target
+from draftproof.models.catalog import DEFAULT_MODEL
+from draftproof.models.decoder import DecoderTarget
+from draftproof.models.generic import GenericTarget
+from draftproof.models.load import (
+    DTYPES,
+    load_decoder,
+    load_generic,
+    load_tokenizer,
+    read_config,
+    refusal,
+    resolve,
+)
+from draftproof.models.stock import RuleFactory
+from draftproof.plans import PlanRequest, PlanStore, generic_plan, plan_key
+from draftproof.probe import ClaimRequest, Progress
+from draftproof.record import CostCurve, FinishReason, Plan, Round, Trace
+from draftproof.rules import Rules, RuleSet
+
+Prompt = str | Sequence[int] | Sequence[dict[str, str]]
+Depth = int | Literal["auto"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One finished (or interrupted) output and the evidence of how it was made."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_ids: tuple[int, ...]
+    trace: Trace
+    plan: Plan
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Tokens of one round as they are committed: the first ``num_accepted`` were drafted.
+
+    ``drafted_text`` is the text those complete, ``own_text`` that of the target's own token.
+    """
+
+    drafted_text: str
+    own_text: str
+    token_ids: tuple[int, ...]
+    num_accepted: int
+    round: Round
+
+    @property
+    def text(self) -> str:
+        """All text this round completes."""
+        return self.drafted_text + self.own_text
+
+
+def load(
+    name_or_path: str = DEFAULT_MODEL,
+    *,
+    dtype: str = "bfloat16",
+    device: str = "cpu",
+    claim: ClaimRequest = "auto",
+    threads: int | None = None,
+    refresh: bool = False,
+    progress: Progress | None = None,
+) -> Engine:
+    """Load a packaged model, a hub folder or a GGUF file as an exact engine.
+
+    The first call on a machine probes its kernels and measures the cost curve; later calls read both back.
+
+    Args:
+        name_or_path: packaged name (``draftproof models``), folder with safetensors, or ``.gguf`` file.
+        dtype: ``bfloat16``, ``float16`` or ``float32``, of weights and activations.
+        device: a torch device.
+        claim: ``auto``, ``bitwise``, ``guarded`` or ``fixed`` (see ``docs/exactness.md``).
+        threads: torch threads; both arms of a comparison must use the same number.
+        refresh: probe and measure again.
+        progress: called with (stage, done, total) during long steps.
+
+    Raises:
+        ModelError: the model is unknown, broken or of an unsupported kind.
+        OptionError: an unknown dtype or claim.
+    """
+    if dtype not in DTYPES:
+        raise OptionError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
+    if claim not in ("auto", "bitwise", "guarded", "fixed"):
+        raise OptionError(f"unknown claim {claim!r}; known: auto, bitwise, guarded, fixed")
+    place = _device(device)
+    if threads is not None:
+        if threads < 1:
+            raise OptionError(f"threads must be 1 or more, got {threads}")
+        torch.set_num_threads(threads)
+    folder = resolve(name_or_path, dtype, progress)
+    config = read_config(folder)
+    store = PlanStore(place, RealClock(), refresh=refresh)
+    request = PlanRequest(claim=claim, dtype=DTYPES[dtype], device=place)
+    target, plan = _target(folder, config, store, request, progress)
+    curve = store.curve(target, plan_key(folder.name, plan), progress)
+    return Engine(
+        target, plan, curve, tokenizer=load_tokenizer(folder), rule_factory=RuleFactory(folder, place),
+        folder=folder, name=name_or_path,
+    )  # fmt: skip
+
+
+def load_target(name_or_path: str, *, dtype: str = "bfloat16", device: str = "cpu") -> Target:
+    """A model to draft with: row-exact where possible, without tokenizer or cost curve."""
+    place = _device(device)
+    folder = resolve(name_or_path, dtype)
+    store = PlanStore(place, RealClock())
+    request = PlanRequest(claim="auto", dtype=DTYPES[dtype], device=place)
+    return _target(folder, read_config(folder), store, request, None)[0]
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise OptionError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def _target(
+    folder: Path, config: Any, store: PlanStore, request: PlanRequest, progress: Progress | None
+) -> tuple[Target, Plan]:
+    """The best target for a folder, and its plan with a calibrated margin where it is guarded."""
+    why = refusal(config)
+    if why is None:
+        plan = store.plan(config, request, progress)
+        target: Target = load_decoder(folder, config, plan, dtype=request.dtype, device=request.device)
+    else:
+        if request.claim in ("bitwise", "fixed"):
+            raise ModelError(f"the claim {request.claim!r} needs a row-exact target: {why}")
+        generic = load_generic(folder, dtype=request.dtype, device=request.device)
+        plan = generic_plan(request.dtype, store.fingerprint)
+        if generic.refuse_drafting() is not None:
+            return generic, plan
+        target, plan = generic, replace(plan, claim="guarded")
+    if plan.claim == "guarded":
+        plan = replace(plan, margin_bound=store.margin(target, plan_key(folder.name, plan)))
+    return target, plan
+
+
+class Engine:
+    """A loaded model that decodes exactly; build it with ``load``."""
+
+    def __init__(
+        self, target: Target, plan: Plan, curve: CostCurve, *, tokenizer: Any, rule_factory: RuleFactory,
+        folder: Path, name: str, clock: Clock | None = None,
+    ) -> None:  # fmt: skip
+        self.target, self.plan, self.curve = target, plan, curve
+        self.tokenizer, self.folder, self.name = tokenizer, folder, name
+        self._rules, self._clock = rule_factory, clock or RealClock()
+
+    def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
+        """Token ids of a prompt.
+
+        A string becomes a user turn where the tokenizer has a chat template, unless ``raw``; a list of
+        messages uses the template; ids are taken as they are.
+
+        Raises:
+            PromptError: empty, no template for messages, or ids outside the vocabulary.
+        """
+        ids = list(self._encode(prompt, raw=raw))
+        if not ids:
+            raise PromptError("the prompt is empty")
+        if min(ids) < 0 or max(ids) >= self.target.vocab_size:
+            raise PromptError(f"prompt ids must lie in 0..{self.target.vocab_size - 1}")
+        return ids
+
+    def _encode(self, prompt: Prompt, *, raw: bool) -> Sequence[int]:
+        has_template = bool(getattr(self.tokenizer, "chat_template", None))
+        if isinstance(prompt, str):
+            if not prompt.strip():
+                raise PromptError("the prompt is empty")
+            if raw or not has_template:
+                return list(self.tokenizer(prompt)["input_ids"])
+            prompt = [{"role": "user", "content": prompt}]
+        if prompt and isinstance(prompt[0], dict):
+            if not has_template:
+                raise PromptError("this tokenizer has no chat template; pass text instead of messages")
+            return list(
+                self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+            )
+        return [int(i) for i in prompt]  # type: ignore[arg-type]
+
+    def generate(
+        self, prompt: Prompt, *, max_new_tokens: int = 256, drafter: str = "auto", depth: Depth = "auto",
+        raw: bool = False, draft_model: Target | None = None, exit_layer: int | None = None,
+        **options: Any,
+    ) -> Generation:  # fmt: skip
+        """Decode greedily to the end; the tokens stock's ``generate(do_sample=False)`` emits.
+
+        Args:
+            prompt: text, messages or ids.
+            max_new_tokens: most tokens to emit.
+            drafter: ``auto``, ``lookup``, ``suffix``, ``draft_model``, ``early_exit`` or ``none``.
+            depth: tokens verified a round, or ``auto`` for the cost-aware choice.
+            raw: do not apply the chat template to text.
+            draft_model: the target to draft with (``load_target``).
+            exit_layer: layers the early exit runs.
+            **options: ``generate``'s own, such as ``repetition_penalty``, ``stop_strings``,
+                ``eos_token_id``, ``min_new_tokens``, ``bad_words_ids``, ``logits_processor``.
+
+        Raises:
+            UsageError: before the first token, when the request cannot be decoded exactly.
+        """
+        stream = self.stream(
+            prompt, max_new_tokens=max_new_tokens, drafter=drafter, depth=depth, raw=raw,
+            draft_model=draft_model, exit_layer=exit_layer, **options,
+        )  # fmt: skip
+        for _ in stream:
+            pass
+        return stream.result()
+
+    def stream(
+        self, prompt: Prompt, *, max_new_tokens: int = 256, drafter: str = "auto", depth: Depth = "auto",
+        raw: bool = False, draft_model: Target | None = None, exit_layer: int | None = None,
+        **options: Any,
+    ) -> Stream:  # fmt: skip
+        """Like ``generate``, as an iterator of chunks; ``result()`` works at any point."""
+        ids = self.encode(prompt, raw=raw)
+        self._check_length(ids, max_new_tokens)
+        rule_set = self._rules.build(len(ids), max_new_tokens, self.tokenizer, **options)
+        policy = self._policy(depth)
+        capacity = len(ids) + max_new_tokens + self.target.max_rows
+        if drafter != "none" and isinstance(self.target, GenericTarget):
+            why = self.target.refuse_drafting()
+            if why is not None:
+                raise DrafterError(f"{why}; use drafter 'none'")
+        made = None
+        if drafter != "none":
+            made = build_drafter(
+                drafter,
+                DrafterOptions(
+                    target=self.target, policy=policy, capacity=capacity, draft_model=draft_model,
+                    exit_layer=exit_layer,
+                ),
+            )  # fmt: skip
+        run = self._decoding(ids, rule_set, capacity)
+        rounds = plain_decode(run, ids) if made is None else speculate(run, ids, made, policy)
+        return Stream(rounds, run, ids, self.plan, self.tokenizer, self._clock)
+
+    def _check_length(self, ids: Sequence[int], max_new_tokens: int) -> None:
+        if max_new_tokens < 1:
+            raise OptionError(f"max_new_tokens must be 1 or more, got {max_new_tokens}")
+        if len(ids) + max_new_tokens > self.target.max_context:
+            raise PromptError(
+                f"{len(ids)} prompt tokens and {max_new_tokens} new ones exceed the model's context of"
+                f" {self.target.max_context}; shorten the prompt or lower max_new_tokens"
+            )
+
+    def _decoding(self, ids: Sequence[int], rule_set: RuleSet, capacity: int) -> Decoding:
+        device = self.target.parts.device if isinstance(self.target, DecoderTarget) else torch.device("cpu")
+        return Decoding(
+            session=self.target.open(capacity), rules=Rules(rule_set, ids, device), clock=self._clock,
+            max_rows=self.plan.max_rows, margin_bound=self.plan.margin_bound,
+        )  # fmt: skip
+
+    def _policy(self, depth: Depth) -> DepthPolicy:
+        if isinstance(depth, int):
+            if depth > self.target.max_rows - 1:
+                raise OptionError(f"depth can be at most {self.target.max_rows - 1} here, got {depth}")
+            return FixedDepth(depth)
+        if depth != "auto":
+            raise OptionError(f"depth must be a number or 'auto', got {depth!r}")
+        half_step = self.curve.at(1, self.curve.contexts[0]) / 2
+        return CostAwareDepth(
+            self.curve, max_depth=min(MAX_DEPTH, self.target.max_rows - 1),
+            draft_seconds={"draft_model": half_step, "early_exit": half_step},
+        )  # fmt: skip
+
+
+class Stream:
+    """Chunks of one request. Stopping early, also by Ctrl-C, leaves a consistent partial ``result``."""
+
+    def __init__(
+        self, rounds: Iterator[Round], run: Decoding, prompt_ids: Sequence[int], plan: Plan, tokenizer: Any,
+        clock: Clock,
+    ) -> None:  # fmt: skip
+        self._source, self._run, self._plan = rounds, run, plan
+        self._prompt_ids, self._tokenizer = tuple(prompt_ids), tokenizer
+        self._rounds: list[Round] = []
+        self._text = TextStream(tokenizer)
+        self._clock, self._prefill_ns, self._is_finished = clock, 0, False
+
+    def __iter__(self) -> Iterator[Chunk]:
+        start = self._clock.now_ns()
+        for round_ in self._source:
+            if not self._rounds:
+                self._prefill_ns = self._clock.now_ns() - start
+            self._rounds.append(round_)
+            drafted = round_.emitted[: round_.num_accepted]
+            yield Chunk(
+                drafted_text=self._text.push(drafted) if drafted else "",
+                own_text=self._text.push(round_.emitted[len(drafted) :]), token_ids=round_.emitted,
+                num_accepted=round_.num_accepted, round=round_,
+            )  # fmt: skip
+        self._is_finished = True
+
+    def result(self) -> Generation:
+        """What has been emitted so far."""
+        trace = Trace(
+            num_prompt=len(self._prompt_ids), prefill_ns=self._prefill_ns, rounds=tuple(self._rounds)
+        )
+        reason: FinishReason = "stop" if self._run.rules.is_stopped else "length"
+        ids = trace.token_ids
+        return Generation(
+            text=self._tokenizer.decode(ids, skip_special_tokens=True), token_ids=ids,
+            prompt_ids=self._prompt_ids, trace=trace, plan=self._plan,
+            finish_reason=reason if self._is_finished else "interrupted",
+        )  # fmt: skip
+
+
+class TextStream:
+    """Turns token ids into text as they come; a character split over tokens waits for its last one."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._start = self._shown = 0
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that ``token_ids`` complete."""
+        self._ids.extend(token_ids)
+        before = self._decode(self._ids[self._start : self._shown])
+        after = self._decode(self._ids[self._start :])
+        if after.endswith("�"):
+            return ""
+        self._start, self._shown = self._shown, len(self._ids)
+        return after[len(before) :]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text

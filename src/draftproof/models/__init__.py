@@ -1,0 +1,1 @@
+"""Targets: models whose output counts, one architecture a file, and the code that loads them."""

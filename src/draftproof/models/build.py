@@ -1,0 +1,136 @@
+"""Turns checkpoint tensors into the parts of a row-exact target, in the forms a plan chose.
+
+Architecture files ask a ``Builder`` for fused linears and norm weights by checkpoint name; the builder
+checks every shape, packs one layer's weights at a time and hands out nothing twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from draftproof.models.decoder import DecoderParts
+from draftproof.ops.linear import LinearSpec, RowLinear, build_form
+from draftproof.record import Plan
+
+
+class WeightSource(Protocol):
+    """Named tensors, each handed out once: a checkpoint folder or a loaded module."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor in the target's dtype, on its device."""
+
+    def take_mapped(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The same without a copy where possible."""
+
+    def forget(self, name: str) -> None:
+        """Mark as deliberately unused."""
+
+    def finish(self) -> None:
+        """Raise if a tensor was never asked for."""
+
+
+def head_size_of(config: Any) -> int:
+    """Size of one attention head."""
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(size)
+
+
+def linear_specs(config: Any) -> tuple[LinearSpec, ...]:
+    """Every linear shape of a llama-like configuration, as the targets fuse them."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    heads = config.num_attention_heads * head_size_of(config)
+    groups = config.num_key_value_heads * head_size_of(config)
+    return (
+        LinearSpec(name="qkv", num_in=hidden, parts=(heads, groups, groups)),
+        LinearSpec(name="out", num_in=heads, parts=(hidden,)),
+        LinearSpec(name="gate_up", num_in=hidden, parts=(inner, inner)),
+        LinearSpec(name="down", num_in=inner, parts=(hidden,)),
+        LinearSpec(name="head", num_in=hidden, parts=(config.vocab_size,)),
+    )
+
+
+def rotary_table(
+    rotary: Callable[[Tensor], tuple[Tensor, Tensor]], num_positions: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine ``[positions, K]`` from stock's module, computed as it computes one position."""
+    with torch.inference_mode():
+        cos, sin = rotary(torch.arange(num_positions)[None])
+    return cos[0].to(device), sin[0].to(device)
+
+
+class Builder:
+    """Hands packed linears and norm weights to an architecture file.
+
+    Args:
+        source: where tensors come from.
+        plan: forms and row limits by operation name.
+        hidden: width of the residual stream.
+        dtype: of weights and activations.
+        device: where the target runs.
+    """
+
+    def __init__(self, source: WeightSource, plan: Plan, *, hidden: int, dtype: torch.dtype,
+                 device: torch.device) -> None:  # fmt: skip
+        self.dtype, self.device = dtype, device
+        self._source, self._plan, self._hidden = source, plan, hidden
+        self._linears: list[RowLinear] = []
+
+    def linear(self, op: str, names: Sequence[str], num_in: int, sizes: Sequence[int] = ()) -> RowLinear:
+        """The linear ``op`` fused from the named parts; ``sizes`` default to the residual width."""
+        shapes = [(size, num_in) for size in (sizes or (self._hidden,))]
+        parts = [
+            self._source.take(f"{name}.weight", shape) for name, shape in zip(names, shapes, strict=True)
+        ]
+        return self._row_linear(op, parts)
+
+    def _row_linear(self, op: str, parts_NK: Sequence[Tensor]) -> RowLinear:
+        evidence = self._plan.form(op)
+        weights = build_form(evidence.form, parts_NK)
+        linear = RowLinear(weights, evidence.max_rows, self._plan.fixed_rows)
+        self._linears.append(linear)
+        return linear
+
+    def qkv(self, prefix: str, num_heads: int, num_groups: int, head_size: int) -> RowLinear:
+        """Query, key and value projections, fused: ``[T, D] -> [T, (H + 2 G) * K]``."""
+        names = [f"{prefix}{part}_proj" for part in "qkv"]
+        sizes = [num_heads * head_size, num_groups * head_size, num_groups * head_size]
+        return self.linear("qkv", names, self._hidden, sizes)
+
+    def gate_up(self, prefix: str, inner: int) -> RowLinear:
+        """Gate and up projections, fused: ``[T, D] -> [T, 2 I]``."""
+        names = [f"{prefix}gate_proj", f"{prefix}up_proj"]
+        return self.linear("gate_up", names, self._hidden, [inner, inner])
+
+    def vector(self, name: str, size: int | None = None) -> Tensor:
+        """A norm weight, ``[size]``, the residual width by default."""
+        return self._source.take(name, (size or self._hidden,))
+
+    def gamma(self, name: str, size: int | None = None) -> Tensor:
+        """A Gemma norm weight as the fp32 factor it is applied as: ``1 + weight``."""
+        return 1.0 + self.vector(name, size).float()
+
+    def embedding_and_head(self, config: Any) -> tuple[Tensor, RowLinear]:
+        """The embedding ``[V, D]`` and the output layer, tied or not."""
+        shape = (config.vocab_size, self._hidden)
+        embedding = self._source.take_mapped("model.embed_tokens.weight", shape)
+        if config.tie_word_embeddings:
+            self._source.forget("lm_head.weight")
+            return embedding, self._row_linear("head", [embedding])
+        return embedding, self.linear("head", ["lm_head"], self._hidden, [config.vocab_size])
+
+    def parts(self, config: Any, *, embedding: Tensor, head: RowLinear, embed_scale: Tensor | None = None,
+              **fields: Any) -> DecoderParts:  # fmt: skip
+        """The finished parts; refuses a checkpoint with tensors left over."""
+        self._source.finish()
+        return DecoderParts(
+            name=config.model_type, vocab_size=config.vocab_size,
+            max_context=config.max_position_embeddings, dtype=self.dtype, device=self.device,
+            embedding_VD=embedding, embed_scale=embed_scale, head=head, linears=tuple(self._linears),
+            **fields,
+        )  # fmt: skip

@@ -1,0 +1,154 @@
+"""From a name or path to a folder, and from a folder to a target: every key used, or a clear refusal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from draftproof.errors import ArchitectureError, ModelFileError, ModelNotFoundError
+from draftproof.models import catalog, gemma3, llama, qwen3
+from draftproof.models.build import Builder, WeightSource
+from draftproof.models.decoder import DecoderParts, DecoderTarget
+from draftproof.models.generic import GenericTarget
+from draftproof.models.gguf import hub_folder
+from draftproof.models.weights import Weights
+from draftproof.record import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """How one model type becomes a row-exact target."""
+
+    refusal: Callable[[Any], str | None]
+    build: Callable[[Any, Builder], DecoderParts]
+
+
+ARCHITECTURES = {
+    "llama": Architecture(refusal=llama.refusal, build=llama.build),
+    "qwen3": Architecture(refusal=qwen3.refusal, build=qwen3.build),
+    "gemma3_text": Architecture(refusal=gemma3.refusal, build=gemma3.build),
+}
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def resolve(name_or_path: str, dtype: str, progress: catalog.Progress | None = None) -> Path:
+    """The hub folder of a packaged model, a local hub folder or a GGUF file.
+
+    Raises:
+        ModelNotFoundError: nothing of that name; the message suggests the nearest packaged names.
+        ModelFileError: the file or folder is there but unusable.
+    """
+    packaged = catalog.find(name_or_path)
+    path = Path(name_or_path).expanduser()
+    if packaged is not None and not path.exists():
+        return hub_folder(catalog.pull(packaged, progress=progress), dtype)
+    if path.is_dir():
+        return path.resolve()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelFileError(f"{path} is neither a model folder nor a .gguf file")
+        return hub_folder(path.resolve(), dtype)
+    near = catalog.suggest(name_or_path)
+    hint = f"did you mean {near[0]!r}?" if near else "see `draftproof models` for packaged models"
+    raise ModelNotFoundError(f"no model {name_or_path!r}: no packaged model, folder or GGUF file; {hint}")
+
+
+def read_config(folder: Path) -> Any:
+    """The text configuration of a hub folder."""
+    file = folder / "config.json"
+    if not file.exists():
+        raise ModelFileError(f"{folder} has no config.json: not a model folder")
+    try:
+        model_type = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+        return AutoConfig.from_pretrained(folder).get_text_config()
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        if isinstance(error, ValueError) and "model type" in str(error):
+            raise ArchitectureError(f"transformers does not know the model type {model_type!r}") from error
+        raise ModelFileError(f"cannot read {file}: {str(error).splitlines()[0]}") from error
+
+
+def refusal(config: Any) -> str | None:
+    """Why this model cannot run row-exact and needs the generic target, or ``None``."""
+    architecture = ARCHITECTURES.get(config.model_type)
+    if architecture is None:
+        return f"no row-exact target for model type {config.model_type!r}"
+    if getattr(config, "quantization_config", None):
+        return "quantised weights"
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {p.get("rope_type") for p in rope.values()} if _is_nested(rope) else {rope.get("rope_type")}
+    if kinds & {"dynamic", "longrope"}:
+        return "rotary embedding that depends on the sequence length"
+    return architecture.refusal(config)
+
+
+def _is_nested(rope: dict[str, Any]) -> bool:
+    return bool(rope) and all(isinstance(value, dict) for value in rope.values())
+
+
+def build_decoder(
+    config: Any, source: WeightSource, plan: Plan, *, dtype: torch.dtype, device: torch.device
+) -> DecoderTarget:
+    """A row-exact target from named tensors; call ``refusal`` first."""
+    builder = Builder(source, plan, hidden=config.hidden_size, dtype=dtype, device=device)
+    parts = ARCHITECTURES[config.model_type].build(config, builder)
+    return DecoderTarget(parts, plan.max_rows)
+
+
+def load_decoder(
+    folder: Path, config: Any, plan: Plan, *, dtype: torch.dtype, device: torch.device
+) -> DecoderTarget:
+    """A row-exact target from a hub folder."""
+    return build_decoder(config, Weights(folder, dtype, device), plan, dtype=dtype, device=device)
+
+
+def load_generic(folder: Path, *, dtype: torch.dtype, device: torch.device) -> GenericTarget:
+    """Any causal LM, through transformers' own forward."""
+    try:
+        module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelFileError(f"cannot load {folder}: {str(error).splitlines()[0]}") from error
+    return GenericTarget(module.to(device).eval())
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer."""
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelFileError(f"no usable tokenizer in {folder}: {str(error).splitlines()[0]}") from error
+
+
+class ModuleWeights:
+    """A loaded module's own tensors, shared, as a ``WeightSource``."""
+
+    def __init__(self, module: Any) -> None:
+        self._tensors = dict(module.state_dict(keep_vars=False))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The module's own tensor, not a copy."""
+        tensor: torch.Tensor | None = self._tensors.pop(name, None)
+        if tensor is None or tuple(tensor.shape) != shape:
+            found = None if tensor is None else tuple(tensor.shape)
+            raise ModelFileError(f"the module's {name!r} is {found}, expected {shape}")
+        return tensor.detach()
+
+    take_mapped = take
+
+    def forget(self, name: str) -> None:
+        """Drop a tied copy."""
+        self._tensors.pop(name, None)
+
+    def finish(self) -> None:
+        """Refuse a module with tensors this architecture does not use."""
+        if self._tensors:
+            raise ModelFileError(f"the module holds unknown tensors: {', '.join(sorted(self._tensors)[:3])}")

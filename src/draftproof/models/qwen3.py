@@ -1,0 +1,88 @@
+"""Qwen3, dense (``model_type: qwen3``): Llama's layer with a norm on every query and key head.
+
+Source: ``transformers.models.qwen3.modeling_qwen3`` (5.24), whose order of operations and casts is kept.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from draftproof.cache import LayerShape
+from draftproof.models.build import Builder, head_size_of, rotary_table
+from draftproof.models.decoder import DecoderParts, Step
+from draftproof.ops.activation import silu_gate
+from draftproof.ops.norm import rms_norm
+from draftproof.ops.rotary import rotate
+
+
+def refusal(config: Any) -> str | None:
+    """Why this configuration cannot run row-exact, or ``None``."""
+    if config.attention_bias:
+        return "biases in linear layers"
+    if config.hidden_act != "silu":
+        return f"activation {config.hidden_act!r}"
+    return None
+
+
+class Qwen3Layer:
+    """One decoder layer over rows ``[T, D]``."""
+
+    def __init__(self, config: Any, build: Builder, index: int) -> None:
+        prefix = f"model.layers.{index}."
+        self._index, self._eps = index, config.rms_norm_eps
+        self._heads, self._groups = config.num_attention_heads, config.num_key_value_heads
+        self._size = head_size_of(config)
+        self._scale = self._size**-0.5
+        self._qkv = build.qkv(prefix + "self_attn.", self._heads, self._groups, self._size)
+        self._out = build.linear("out", [prefix + "self_attn.o_proj"], self._heads * self._size)
+        self._gate_up = build.gate_up(prefix + "mlp.", config.intermediate_size)
+        self._down = build.linear("down", [prefix + "mlp.down_proj"], config.intermediate_size)
+        self._norm_in = build.vector(prefix + "input_layernorm.weight")
+        self._norm_mlp = build.vector(prefix + "post_attention_layernorm.weight")
+        self._norm_q = build.vector(prefix + "self_attn.q_norm.weight", self._size)
+        self._norm_k = build.vector(prefix + "self_attn.k_norm.weight", self._size)
+
+    def __call__(self, h_TD: Tensor, step: Step) -> Tensor:
+        """``[T, D] -> [T, D]``."""
+        heads, groups, eps = self._heads, self._groups, self._eps
+        x_TD = rms_norm(h_TD, self._norm_in, eps)
+        qkv = step.linear(self._qkv, x_TD).view(len(h_TD), -1, self._size)
+        rotary = step.rotary("full")
+        q_THK = rms_norm(qkv[:, :heads], self._norm_q, eps)
+        k_TGK = rms_norm(qkv[:, heads : heads + groups], self._norm_k, eps)
+        q_THK = rotate(q_THK, rotary.cos_T1K, rotary.signed_sin_T1K)
+        k_TGK = rotate(k_TGK, rotary.cos_T1K, rotary.signed_sin_T1K)
+        mixed = step.attend(self._index, q_THK, k_TGK, qkv[:, heads + groups :], self._scale)
+        h_TD = h_TD + step.linear(self._out, mixed)
+        x_TD = rms_norm(h_TD, self._norm_mlp, eps)
+        return h_TD + step.linear(self._down, silu_gate(step.linear(self._gate_up, x_TD)))
+
+
+def build(config: Any, build: Builder) -> DecoderParts:
+    """The target's parts from a checkpoint."""
+    embedding, head = build.embedding_and_head(config)
+    layers = tuple(Qwen3Layer(config, build, i) for i in range(config.num_hidden_layers))
+    norm, eps = build.vector("model.norm.weight"), config.rms_norm_eps
+    size = head_size_of(config)
+    shapes = tuple(
+        LayerShape(
+            num_groups=config.num_key_value_heads, head_size=size,
+            window=config.sliding_window if kind == "sliding_attention" else None,
+        )
+        for kind in config.layer_types
+    )  # fmt: skip
+    rotary = Qwen3RotaryEmbedding(config)
+
+    def make_rotary(num_positions: int) -> dict[str, tuple[Tensor, Tensor]]:
+        probe = torch.empty(0, dtype=build.dtype)
+        return {"full": rotary_table(partial(rotary, probe), num_positions, build.device)}
+
+    return build.parts(
+        config, embedding=embedding, head=head, layers=layers, shapes=shapes,
+        final_norm=lambda h: rms_norm(h, norm, eps), make_rotary=make_rotary,
+    )  # fmt: skip

@@ -1,0 +1,89 @@
+"""A checkpoint folder as named tensors: every key used once, every weight set, or refuse.
+
+Tensors are read layer by layer; the file is mapped, and unmapped again between layers, so the process
+never holds the checkpoint and the packed weights together. The embedding alone stays mapped: a decode
+touches a few of its rows, and the operating system keeps only those resident.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from draftproof.errors import ModelFileError
+
+
+class Weights:
+    """Tensors of a safetensors checkpoint, handed out once each.
+
+    Args:
+        folder: hub folder with ``model.safetensors`` or an index and its shards.
+        dtype: what ``take`` converts to.
+        device: where ``take`` puts tensors.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self._files = _index(folder)
+        self._left = set(self._files)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._left
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor ``name``, checked against ``shape``, in this checkpoint's dtype and device."""
+        tensor = self._read(name, shape)
+        return tensor.to(device=self._device, dtype=self._dtype, copy=True)
+
+    def take_mapped(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Like ``take``, but left in the mapped file when it already has the dtype and lives on the CPU."""
+        return self._read(name, shape).to(device=self._device, dtype=self._dtype)
+
+    def forget(self, name: str) -> None:
+        """Mark ``name`` as deliberately unused (a tied copy)."""
+        self._left.discard(name)
+
+    def finish(self) -> None:
+        """Refuse a checkpoint with tensors nobody asked for."""
+        if self._left:
+            some = ", ".join(sorted(self._left)[:3])
+            raise ModelFileError(
+                f"the checkpoint holds {len(self._left)} tensors this architecture does not use: {some}"
+            )
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in self._left:
+            raise ModelFileError(f"the checkpoint lacks the tensor {name!r}")
+        self._left.discard(name)
+        try:
+            with safe_open(self._files[name], framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelFileError(f"cannot read {self._files[name]}: {error}") from error
+        if tuple(tensor.shape) != shape:
+            raise ModelFileError(f"{name} is {tuple(tensor.shape)}, expected {shape}")
+        return tensor
+
+
+def _index(folder: Path) -> dict[str, Path]:
+    """Tensor name to shard file."""
+    index_file = folder / "model.safetensors.index.json"
+    try:
+        if index_file.exists():
+            weight_map = json.loads(index_file.read_text())["weight_map"]
+            files = {name: folder / shard for name, shard in weight_map.items()}
+            missing = sorted({f.name for f in files.values() if not f.exists()})
+            if missing:
+                raise ModelFileError(f"{folder} lacks the shards {', '.join(missing)}")
+            return files
+        single = folder / "model.safetensors"
+        if not single.exists():
+            raise ModelFileError(f"{folder} has no model.safetensors and no index")
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise ModelFileError(f"cannot read the weights in {folder}: {error}") from error

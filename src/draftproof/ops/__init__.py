@@ -1,0 +1,1 @@
+"""Tensor operations: a plain reference and the fast form side by side, same signature."""

@@ -1,0 +1,116 @@
+"""Records to canonical JSON and back, hash chains, and files that appear whole or not at all.
+
+Canonical means: sorted keys, no spaces, no NaN. A chained row carries the hash of the row before it, so a
+row cut out or edited later is found. Readers refuse a format version newer than their own.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from draftproof.errors import EvidenceError, StorageError
+
+FORMAT_VERSION = 1
+_START = "0" * 64
+
+T = TypeVar("T")
+
+
+def canonical(value: Any) -> str:
+    """One line of JSON that depends on the value alone; raises ``EvidenceError`` on NaN or infinity."""
+    try:
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise EvidenceError(f"a record cannot hold NaN or infinity: {error}") from error
+
+
+def encode(record: Any) -> dict[str, Any]:
+    """A record as plain JSON values."""
+    out: dict[str, Any] = TypeAdapter(type(record)).dump_python(record, mode="json")
+    return out
+
+
+def decode(record_type: type[T], value: Any) -> T:
+    """The record back from plain JSON values; its own invariants are checked again."""
+    try:
+        return TypeAdapter(record_type).validate_python(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise EvidenceError(f"not a {record_type.__name__}: {where}: {first['msg']}") from error
+
+
+def check_version(document: dict[str, Any]) -> None:
+    """Refuse a document without a format version or with a newer one."""
+    version = document.get("format_version")
+    if not isinstance(version, int):
+        raise EvidenceError("no format_version: not written by draftproof")
+    if version > FORMAT_VERSION:
+        raise EvidenceError(f"format version {version} is newer than {FORMAT_VERSION}; update draftproof")
+
+
+def chain(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with ``previous`` and ``hash`` added."""
+    previous, out = _START, []
+    for row in rows:
+        linked = {**row, "previous": previous}
+        previous = hashlib.sha256(canonical(linked).encode()).hexdigest()
+        out.append({**linked, "hash": previous})
+    return out
+
+
+def check_chain(rows: Sequence[dict[str, Any]]) -> None:
+    """Raise ``EvidenceError`` at the first row that was edited, cut out or moved."""
+    previous = _START
+    for index, row in enumerate(rows):
+        body = {key: value for key, value in row.items() if key != "hash"}
+        expected = hashlib.sha256(canonical(body).encode()).hexdigest()
+        if row.get("previous") != previous or row.get("hash") != expected:
+            raise EvidenceError(f"the hash chain breaks at row {index}")
+        previous = expected
+
+
+def tokens_sha256(token_ids: Iterable[int]) -> str:
+    """Hash of token ids joined by commas."""
+    return hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write ``text`` so that ``path`` holds the old content or all of the new one."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    except OSError as error:
+        raise _storage_error(error, path) from error
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+            os.fchmod(stream.fileno(), 0o644)
+        temporary.replace(path)
+    except OSError as error:
+        raise _storage_error(error, path) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """One canonical row a line, atomically."""
+    write_atomic(path, "".join(canonical(row) + "\n" for row in rows))
+
+
+def _storage_error(error: OSError, path: Path) -> StorageError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StorageError(f"no space left to write {path}; free some and run again")
+    return StorageError(f"cannot write {path}: {error.strerror}")
