@@ -115,8 +115,7 @@ def load(
     target, plan = _target(folder, config, store, request, progress)
     curve = store.curve(target, plan_key(folder.name, plan), progress)
     return Engine(
-        target, plan, curve, tokenizer=load_tokenizer(folder), rule_factory=RuleFactory(folder, place),
-        folder=folder, name=name_or_path,
+        target, plan, curve, rule_factory=RuleFactory(folder, place), folder=folder, name=name_or_path,
     )  # fmt: skip
 
 
@@ -163,12 +162,19 @@ class Engine:
     """A loaded model that decodes exactly; build it with ``load``."""
 
     def __init__(
-        self, target: Target, plan: Plan, curve: CostCurve, *, tokenizer: Any, rule_factory: RuleFactory,
-        folder: Path, name: str, clock: Clock | None = None,
+        self, target: Target, plan: Plan, curve: CostCurve, *, rule_factory: RuleFactory, folder: Path,
+        name: str, tokenizer: Any = None, clock: Clock | None = None,
     ) -> None:  # fmt: skip
         self.target, self.plan, self.curve = target, plan, curve
-        self.tokenizer, self.folder, self.name = tokenizer, folder, name
-        self._rules, self._clock = rule_factory, clock or RealClock()
+        self.folder, self.name = folder, name
+        self._rules, self._clock, self._tokenizer = rule_factory, clock or RealClock(), tokenizer
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, loaded when text is first needed; ids need none."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.folder)
+        return self._tokenizer
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """Token ids of a prompt.
@@ -187,20 +193,23 @@ class Engine:
         return ids
 
     def _encode(self, prompt: Prompt, *, raw: bool) -> Sequence[int]:
-        has_template = bool(getattr(self.tokenizer, "chat_template", None))
         if isinstance(prompt, str):
             if not prompt.strip():
                 raise PromptError("the prompt is empty")
-            if raw or not has_template:
+            if raw or not self._has_template:
                 return list(self.tokenizer(prompt)["input_ids"])
             prompt = [{"role": "user", "content": prompt}]
         if prompt and isinstance(prompt[0], dict):
-            if not has_template:
+            if not self._has_template:
                 raise PromptError("this tokenizer has no chat template; pass text instead of messages")
             return list(
                 self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
             )
         return [int(i) for i in prompt]  # type: ignore[arg-type]
+
+    @property
+    def _has_template(self) -> bool:
+        return bool(getattr(self.tokenizer, "chat_template", None))
 
     def generate(
         self, prompt: Prompt, *, max_new_tokens: int = 256, drafter: str = "auto", depth: Depth = "auto",
@@ -238,16 +247,39 @@ class Engine:
     ) -> Stream:  # fmt: skip
         """Like ``generate``, as an iterator of chunks; ``result()`` works at any point."""
         ids = self.encode(prompt, raw=raw)
+        rounds, run = self._start(
+            ids, max_new_tokens, drafter, depth, draft_model=draft_model, exit_layer=exit_layer, **options
+        )
+        return Stream(rounds, run, ids, self.plan, self.tokenizer, self._clock)
+
+    def decode(
+        self, prompt_ids: Sequence[int], *, max_new_tokens: int = 256, drafter: str = "auto",
+        depth: Depth = "auto", draft_model: Target | None = None, exit_layer: int | None = None,
+        **options: Any,
+    ) -> Trace:  # fmt: skip
+        """Like ``generate`` from ids to ids: the trace alone, without touching a tokenizer."""
+        ids = self.encode(prompt_ids)
+        rounds, run = self._start(
+            ids, max_new_tokens, drafter, depth, draft_model=draft_model, exit_layer=exit_layer, **options
+        )
+        start = run.clock.now_ns()
+        first = next(rounds)
+        prefill_ns = run.clock.now_ns() - start
+        return Trace(num_prompt=len(ids), prefill_ns=prefill_ns, rounds=(first, *rounds))
+
+    def _start(
+        self, ids: Sequence[int], max_new_tokens: int, drafter: str, depth: Depth, *,
+        draft_model: Target | None, exit_layer: int | None, **options: Any,
+    ) -> tuple[Iterator[Round], Decoding]:  # fmt: skip
+        """Check the request, then set up a fresh session, rules, drafter and policy for it."""
         self._check_length(ids, max_new_tokens)
-        rule_set = self._rules.build(len(ids), max_new_tokens, self.tokenizer, **options)
+        tokenizer = self.tokenizer if options.get("stop_strings") else None
+        rule_set = self._rules.build(len(ids), max_new_tokens, tokenizer, **options)
         policy = self._policy(depth)
         capacity = len(ids) + max_new_tokens + self.target.max_rows
-        if drafter != "none" and isinstance(self.target, GenericTarget):
-            why = self.target.refuse_drafting()
-            if why is not None:
-                raise DrafterError(f"{why}; use drafter 'none'")
         made = None
         if drafter != "none":
+            self._check_can_draft()
             made = build_drafter(
                 drafter,
                 DrafterOptions(
@@ -256,8 +288,13 @@ class Engine:
                 ),
             )  # fmt: skip
         run = self._decoding(ids, rule_set, capacity)
-        rounds = plain_decode(run, ids) if made is None else speculate(run, ids, made, policy)
-        return Stream(rounds, run, ids, self.plan, self.tokenizer, self._clock)
+        return (plain_decode(run, ids) if made is None else speculate(run, ids, made, policy)), run
+
+    def _check_can_draft(self) -> None:
+        if isinstance(self.target, GenericTarget):
+            why = self.target.refuse_drafting()
+            if why is not None:
+                raise DrafterError(f"{why}; use drafter 'none'")
 
     def _check_length(self, ids: Sequence[int], max_new_tokens: int) -> None:
         if max_new_tokens < 1:

@@ -1,6 +1,8 @@
 """Plans and cost curves kept per machine fingerprint, probed once and read back afterwards.
 
-A file a fingerprint in the cache folder. What is stored is evidence about kernels and shapes, never
+A file a fingerprint in the cache folder. Kernels are probed in a child process (``python -m
+draftproof.plans``): its test matrices never count towards the engine's memory, and a kernel that crashes
+takes nothing with it. What is stored is evidence about kernels and shapes, never
 anything about a prompt. A file that cannot be read is probed again and replaced.
 """
 
@@ -8,15 +10,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from draftproof.clock import Clock
-from draftproof.errors import EvidenceError
+from draftproof.clock import Clock, RealClock
+from draftproof.errors import EvidenceError, ModelError
 from draftproof.machine import describe, fingerprint
 from draftproof.models.base import Target
 from draftproof.models.build import head_size_of, linear_specs
@@ -53,6 +56,36 @@ class PlanRequest:
     fixed_rows: int = 8
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeShapes:
+    """Everything a plan needs probed: linears, and heads, key heads and head size of the attention."""
+
+    linears: tuple[LinearSpec, ...]
+    attention: tuple[int, int, int]
+    inner: int
+    dtype: str
+    share: bool
+    fixed_rows: int | None
+
+    @classmethod
+    def of(cls, config: Any, request: PlanRequest) -> ProbeShapes:
+        """The shapes of a llama-like configuration."""
+        return cls(
+            linears=linear_specs(config),
+            attention=(config.num_attention_heads, config.num_key_value_heads, head_size_of(config)),
+            inner=config.intermediate_size,
+            dtype=str(request.dtype).removeprefix("torch."),
+            share=request.share,
+            fixed_rows=request.fixed_rows if request.claim == "fixed" else None,
+        )
+
+    def names(self) -> list[str]:
+        """Names of the stored findings: one a linear, one for everything else."""
+        how = f"{self.dtype} share={self.share} fixed={self.fixed_rows}"
+        linears = [f"linear {spec.name} {spec.shape} {how}" for spec in self.linears]
+        return [*linears, f"rows {self.linears[0].num_in} {self.inner} {self.attention} {self.dtype}"]
+
+
 class PlanStore:
     """The evidence file of this machine.
 
@@ -79,41 +112,65 @@ class PlanStore:
         return entries
 
     def _put(self, key: str, value: Any) -> None:
-        self._entries[key] = value
+        self._entries = {**self._read(), **self._entries, key: value}
         write_atomic(self.path, canonical({
             "format_version": FORMAT_VERSION, "machine": encode(self.machine), "entries": self._entries,
         }))  # fmt: skip
 
     def plan(self, config: Any, request: PlanRequest, progress: Progress | None = None) -> Plan:
         """The plan for a llama-like ``config``; probes what is not stored yet."""
-        evidence = self._evidence(config, request, progress or _NO_PROGRESS)
+        shapes = ProbeShapes.of(config, request)
+        if any(self._evidence(name) is None for name in shapes.names()):
+            self._probe_in_child(shapes, progress or _NO_PROGRESS)
         return make_plan(
-            evidence, request=request.claim, dtype=request.dtype, fingerprint=self.fingerprint,
+            [evidence for name in shapes.names() for evidence in self._evidence(name) or ()],
+            request=request.claim,
+            dtype=request.dtype,
+            fingerprint=self.fingerprint,
             fixed_rows=request.fixed_rows,
-        )  # fmt: skip
+        )
 
-    def _evidence(self, config: Any, request: PlanRequest, progress: Progress) -> list[OpEvidence]:
-        specs = linear_specs(config)
-        evidence = []
-        for index, spec in enumerate(specs):
-            key = f"linear {spec.name} {spec.shape} {request.dtype} share={request.share}"
-            found = self._load(OpEvidence, key)
-            if found is None:
-                progress(f"probing {spec.name} {'x'.join(map(str, spec.shape))}", index, len(specs) + 1)
-                found = probe_linear(spec, request.dtype, self._device, self._clock, share=request.share)
-                self._put(key, encode(found))
-            evidence.append(found)
-        progress("probing attention, norms, activations", len(specs), len(specs) + 1)
-        return evidence + self._row_ops(config, request.dtype, specs)
+    def _evidence(self, name: str) -> list[OpEvidence] | None:
+        """What is stored under ``name``; ``None`` when there is nothing or it cannot be read."""
+        try:
+            return [decode(OpEvidence, row) for row in self._entries[name]]
+        except (EvidenceError, KeyError, TypeError):
+            return None
 
-    def _row_ops(self, config: Any, dtype: torch.dtype, specs: Sequence[LinearSpec]) -> list[OpEvidence]:
-        heads, groups, size = config.num_attention_heads, config.num_key_value_heads, head_size_of(config)
-        key = f"rows {specs[0].num_in} {config.intermediate_size} {heads} {groups} {size} {dtype}"
-        if key not in self._entries:
-            found = probe_row_ops(specs[0].num_in, config.intermediate_size, size, dtype, self._device)
-            found += (probe_attention(heads, groups, size, dtype, self._device),)
-            self._put(key, [encode(e) for e in found])
-        return [decode(OpEvidence, row) for row in self._entries[key]]
+    def _probe_in_child(self, shapes: ProbeShapes, progress: Progress) -> None:
+        """Run this file as a program for what is missing, then read its findings."""
+        order = {"shapes": encode(shapes), "device": str(self._device), "threads": torch.get_num_threads()}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "draftproof.plans", canonical(order)], stdout=subprocess.PIPE, text=True
+        )
+        try:
+            for line in process.stdout or ():
+                stage, done, total = json.loads(line)
+                progress(stage, done, total)
+            code = process.wait()
+        finally:
+            process.kill()
+            process.wait()
+        if code != 0:
+            raise ModelError(f"probing this machine failed (exit code {code}); its message is above")
+        self._entries = {**self._entries, **self._read()}
+
+    def probe(self, shapes: ProbeShapes, progress: Progress) -> None:
+        """Probe, in this process, every shape that is not stored yet."""
+        dtype, names = getattr(torch, shapes.dtype), shapes.names()
+        for index, (spec, name) in enumerate(zip(shapes.linears, names, strict=False)):
+            if self._evidence(name) is None:
+                progress(f"probing {spec.name} {'x'.join(map(str, spec.shape))}", index, len(names))
+                found = probe_linear(
+                    spec, dtype, self._device, self._clock, share=shapes.share, fixed_rows=shapes.fixed_rows
+                )
+                self._put(name, [encode(found)])
+        if self._evidence(names[-1]) is None:
+            progress("probing attention, norms, activations", len(names) - 1, len(names))
+            heads, groups, size = shapes.attention
+            others = probe_row_ops(shapes.linears[0].num_in, shapes.inner, size, dtype, self._device)
+            others += (probe_attention(heads, groups, size, dtype, self._device),)
+            self._put(names[-1], [encode(e) for e in others])
 
     def _load(self, record_type: type[Any], key: str) -> Any:
         try:
@@ -149,3 +206,19 @@ def generic_plan(dtype: torch.dtype, store_fingerprint: str, max_rows: int = MAX
     """The plan of a generic target before its margin is calibrated: nothing probed, nothing claimed."""
     name = str(dtype).removeprefix("torch.")
     return Plan(claim="unproved", dtype=name, fingerprint=store_fingerprint, ops=(), max_rows=max_rows)
+
+
+def _probe_as_child(order: dict[str, Any]) -> None:
+    """Probe what the parent asked for; progress goes to standard output, one JSON line a report."""
+
+    def report(stage: str, done: int, total: int) -> None:
+        sys.stdout.write(json.dumps([stage, done, total]) + "\n")
+        sys.stdout.flush()
+
+    torch.set_num_threads(order["threads"])
+    store = PlanStore(torch.device(order["device"]), RealClock())
+    store.probe(decode(ProbeShapes, order["shapes"]), report)
+
+
+if __name__ == "__main__":
+    _probe_as_child(json.loads(sys.argv[1]))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from draftproof.clock import Clock
+from draftproof.errors import OptionError
 from draftproof.models.base import Target
 from draftproof.ops.activation import gelu_gate, silu_gate
 from draftproof.ops.attention import attend_row
@@ -84,13 +85,17 @@ def _cancelling_weight(
 
 @torch.inference_mode()
 def probe_linear(
-    spec: LinearSpec, dtype: torch.dtype, device: torch.device, clock: Clock, *, share: bool = False
-) -> OpEvidence:
+    spec: LinearSpec, dtype: torch.dtype, device: torch.device, clock: Clock, *, share: bool = False,
+    fixed_rows: int | None = None,
+) -> OpEvidence:  # fmt: skip
     """Find the fastest form of ``spec`` that reproduces stock's one-row bits for several rows.
 
-    With ``share`` only the checkpoint's own layout is considered.
+    With ``share`` only the checkpoint's own layout is considered. With ``fixed_rows`` the question is
+    another: whether, at that row count, a row's bits depend on its place or on the other rows.
     """
     cases = _cases(spec, dtype, device)
+    if fixed_rows is not None:
+        return _probe_fixed(spec, cases, fixed_rows)
     found: list[tuple[float, str, int, dict[int, float]]] = []
     rejected: dict[str, str] = {}
     for form in ("plain",) if share else candidate_forms(spec, device, dtype):
@@ -105,6 +110,28 @@ def probe_linear(
         op=spec.name, shape=spec.shape, form=form, max_rows=good, is_exact=True, seconds_by_rows=times,
         num_checked=len(cases) * MAX_ROWS * (MAX_ROWS + 1) // 2, rejected=rejected,
     )  # fmt: skip
+
+
+def _probe_fixed(spec: LinearSpec, cases: Sequence[_Case], num_rows: int) -> OpEvidence:
+    """Stock's layout at a constant row count: every row moved to every place, among other rows."""
+    same, checked = True, 0
+    for case in cases:
+        linear, rows = build_form("plain", case.parts_NK), case.x_TK[:num_rows]
+        want = linear(rows)
+        for shift in range(1, num_rows):
+            others = case.x_TK[-num_rows:].flip(0).clone()
+            others[shift] = rows[0]
+            same &= torch.equal(linear(rows.roll(shift, 0)), want.roll(shift, 0))
+            same &= torch.equal(linear(others)[shift], want[0])
+            checked += num_rows + 1
+    return OpEvidence(
+        op=spec.name,
+        shape=spec.shape,
+        form="plain",
+        max_rows=num_rows,
+        is_exact=same,
+        num_checked=checked,
+    )
 
 
 def _cases(spec: LinearSpec, dtype: torch.dtype, device: torch.device) -> list[_Case]:
@@ -233,9 +260,12 @@ def make_plan(
     batched = [e for e in evidence if e.op not in ("attention",)]
     is_all_exact = all(e.is_exact for e in evidence)
     if request == "fixed":
+        if not is_all_exact:
+            failed = ", ".join(e.op for e in evidence if not e.is_exact)
+            raise OptionError(f"no fixed reference here: rows influence each other in {failed}")
         return Plan(
             claim="fixed", dtype=name, fingerprint=fingerprint, fixed_rows=fixed_rows, max_rows=MAX_ROWS,
-            ops=tuple(_fixed(e) for e in evidence),
+            ops=tuple(evidence),
         )  # fmt: skip
     can_batch = all(e.max_rows > 1 for e in batched)
     is_half = dtype in (torch.bfloat16, torch.float16)
@@ -257,15 +287,6 @@ def _guarded(evidence: OpEvidence) -> OpEvidence:
         op=evidence.op, shape=evidence.shape, form=evidence.form, max_rows=MAX_ROWS, is_exact=False,
         num_checked=evidence.num_checked, seconds_by_rows=evidence.seconds_by_rows,
         rejected=evidence.rejected,
-    )  # fmt: skip
-
-
-def _fixed(evidence: OpEvidence) -> OpEvidence:
-    """Stock's layout at a constant row count: no equality with one-row calls is needed."""
-    form = evidence.form if evidence.form in ("batched", "row by row") else "plain"
-    return OpEvidence(
-        op=evidence.op, shape=evidence.shape, form=form, max_rows=MAX_ROWS, is_exact=False,
-        num_checked=evidence.num_checked,
     )  # fmt: skip
 
 

@@ -45,11 +45,11 @@ def _engine(settings: Request) -> Decode:
         )
 
     def decode(request: Request) -> dict[str, Any]:
-        done = engine.generate(
+        trace = engine.decode(
             request["prompt_ids"], max_new_tokens=request["max_new_tokens"], drafter=request["drafter"],
             depth=request["depth"], draft_model=draft_model, exit_layer=settings["exit_layer"],
         )  # fmt: skip
-        return {"token_ids": done.token_ids, "trace": encode(done.trace)}
+        return {"token_ids": trace.token_ids, "trace": encode(trace)}
 
     return decode
 

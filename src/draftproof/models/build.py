@@ -25,8 +25,8 @@ class WeightSource(Protocol):
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor in the target's dtype, on its device."""
 
-    def take_mapped(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The same without a copy where possible."""
+    def peek(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The same, without counting as handed out."""
 
     def forget(self, name: str) -> None:
         """Mark as deliberately unused."""
@@ -109,7 +109,7 @@ class Builder:
 
     def vector(self, name: str, size: int | None = None) -> Tensor:
         """A norm weight, ``[size]``, the residual width by default."""
-        return self._source.take(name, (size or self._hidden,))
+        return self._source.take(name, (size or self._hidden,)).clone()
 
     def gamma(self, name: str, size: int | None = None) -> Tensor:
         """A Gemma norm weight as the fp32 factor it is applied as: ``1 + weight``."""
@@ -118,11 +118,15 @@ class Builder:
     def embedding_and_head(self, config: Any) -> tuple[Tensor, RowLinear]:
         """The embedding ``[V, D]`` and the output layer, tied or not."""
         shape = (config.vocab_size, self._hidden)
-        embedding = self._source.take_mapped("model.embed_tokens.weight", shape)
-        if config.tie_word_embeddings:
-            self._source.forget("lm_head.weight")
-            return embedding, self._row_linear("head", [embedding])
-        return embedding, self.linear("head", ["lm_head"], self._hidden, [config.vocab_size])
+        name = "model.embed_tokens.weight"
+        if not config.tie_word_embeddings:
+            head = self.linear("head", ["lm_head"], self._hidden, [config.vocab_size])
+            return self._source.take(name, shape), head
+        self._source.forget("lm_head.weight")
+        dense = self._source.peek(name, shape)
+        head = self._row_linear("head", [dense])
+        embedding = self._source.take(name, shape)
+        return (dense if head.shares(dense) else embedding), head
 
     def parts(self, config: Any, *, embedding: Tensor, head: RowLinear, embed_scale: Tensor | None = None,
               **fields: Any) -> DecoderParts:  # fmt: skip

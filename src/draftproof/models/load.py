@@ -142,7 +142,11 @@ class ModuleWeights:
             raise ModelFileError(f"the module's {name!r} is {found}, expected {shape}")
         return tensor.detach()
 
-    take_mapped = take
+    def peek(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The module's own tensor, without counting as handed out."""
+        tensor = self.take(name, shape)
+        self._tensors[name] = tensor
+        return tensor
 
     def forget(self, name: str) -> None:
         """Drop a tied copy."""

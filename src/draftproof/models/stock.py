@@ -94,7 +94,7 @@ class RuleFactory:
         ids = torch.zeros(1, num_prompt, dtype=torch.long, device=self._device)
         shell._prepare_special_tokens(config, True, device=self._device)
         shell._prepare_generated_length(
-            generation_config=config, has_default_max_length=False, has_default_min_length=True,
+            generation_config=config, has_default_max_length=True, has_default_min_length=True,
             model_input_name="input_ids", input_ids_length=num_prompt, inputs_tensor=ids,
         )  # fmt: skip
         made = shell._get_logits_processor(

@@ -1,8 +1,8 @@
 """A checkpoint folder as named tensors: every key used once, every weight set, or refuse.
 
-Tensors are read layer by layer; the file is mapped, and unmapped again between layers, so the process
-never holds the checkpoint and the packed weights together. The embedding alone stays mapped: a decode
-touches a few of its rows, and the operating system keeps only those resident.
+Every tensor is a view of a mapping of its own, which goes away with it: packing a layer leaves nothing of
+the file behind, so the process never holds the checkpoint and the packed weights together. The embedding
+stays mapped: a decode touches a few of its rows, and only those become resident.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Weights:
         return name in self._left
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor ``name``, checked against ``shape``, in this checkpoint's dtype and device."""
-        tensor = self._read(name, shape)
-        return tensor.to(device=self._device, dtype=self._dtype, copy=True)
+        """The tensor ``name``, checked against ``shape``, in this checkpoint's dtype and device.
 
-    def take_mapped(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Like ``take``, but left in the mapped file when it already has the dtype and lives on the CPU."""
-        return self._read(name, shape).to(device=self._device, dtype=self._dtype)
+        It stays in the mapped file where it already has the dtype and lives on the CPU.
+        """
+        tensor = self.peek(name, shape)
+        self._left.discard(name)
+        return tensor
 
     def forget(self, name: str) -> None:
         """Mark ``name`` as deliberately unused (a tied copy)."""
@@ -55,10 +55,10 @@ class Weights:
                 f"the checkpoint holds {len(self._left)} tensors this architecture does not use: {some}"
             )
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def peek(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The same tensor through a mapping of its own, without counting it as used."""
         if name not in self._left:
             raise ModelFileError(f"the checkpoint lacks the tensor {name!r}")
-        self._left.discard(name)
         try:
             with safe_open(self._files[name], framework="pt") as file:
                 tensor: Tensor = file.get_tensor(name)
@@ -66,7 +66,7 @@ class Weights:
             raise ModelFileError(f"cannot read {self._files[name]}: {error}") from error
         if tuple(tensor.shape) != shape:
             raise ModelFileError(f"{name} is {tuple(tensor.shape)}, expected {shape}")
-        return tensor
+        return tensor.to(device=self._device, dtype=self._dtype)
 
 
 def _index(folder: Path) -> dict[str, Path]:

@@ -86,6 +86,11 @@ class PlainLinear:
         return self._parts
 
     @property
+    def held(self) -> list[Tensor]:
+        """The tensors given."""
+        return self._parts
+
+    @property
     def nbytes(self) -> int:
         """Bytes of weights held."""
         return sum(w.nbytes for w in self._parts)
@@ -133,6 +138,11 @@ class PackedLinear:
         if self._spacing is not None:
             dense = gather_columns(dense, self._num_in, self._spacing)
         return list(dense.split(self._sizes))
+
+    @property
+    def held(self) -> list[Tensor]:
+        """None of the tensors given: they were repacked."""
+        return []
 
     @property
     def nbytes(self) -> int:
@@ -198,6 +208,10 @@ class RowLinear:
         """``[T, K] -> [T, N]`` by stock's own calls over all rows, as its prefill makes them."""
         parts = [F.linear(x_TK, w) for w in self._weights.dense_parts()]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+    def shares(self, weight_NK: Tensor) -> bool:
+        """Whether ``weight_NK`` itself is held, not a copy of it."""
+        return any(part is weight_NK for part in self._weights.held)
 
     @property
     def nbytes(self) -> int:
