@@ -66,9 +66,8 @@ def main() -> int:
             flips = int((got.float().argmax(1) != run.logits_NV.float().argmax(1)).sum())
             all_same &= same == len(run.token_ids)
             note = " after rolled-back drafts" if wrong else ""
-            sys.stdout.write(
-                f"{rows:2d} rows{note}: {same} of {len(run.token_ids)} steps bit-equal, {flips} argmax flips\n"
-            )
+            steps = f"{same} of {len(run.token_ids)} steps bit-equal"
+            sys.stdout.write(f"{rows:2d} rows{note}: {steps}, {flips} argmax flips\n")
     return 0 if all_same or engine.plan.claim != "bitwise" else 1
 
 

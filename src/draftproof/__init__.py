@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from draftproof.custom_generate import custom_generate
-    from draftproof.engine import Chunk, Engine, Generation, Stream, load, load_target
+    from draftproof.engine import Engine, load, load_target
     from draftproof.errors import DraftproofError, UsageError
     from draftproof.record import CostCurve, Plan, Round, Trace
+    from draftproof.stream import Chunk, Generation, Stream
 
 __version__ = "0.1.0"
 
 _WHERE = {
-    "Chunk": "engine", "CostCurve": "record", "DraftproofError": "errors", "Engine": "engine",
-    "Generation": "engine", "Plan": "record", "Round": "record", "Stream": "engine", "Trace": "record",
+    "Chunk": "stream", "CostCurve": "record", "DraftproofError": "errors", "Engine": "engine",
+    "Generation": "stream", "Plan": "record", "Round": "record", "Stream": "stream", "Trace": "record",
     "UsageError": "errors", "custom_generate": "custom_generate", "load": "engine", "load_target": "engine",
 }  # fmt: skip
 

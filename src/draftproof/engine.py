@@ -7,7 +7,7 @@ An engine knows how it is exact (``engine.plan.claim``) and what a verification 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,42 +34,12 @@ from draftproof.models.load import (
 from draftproof.models.stock import RuleFactory
 from draftproof.plans import PlanRequest, PlanStore, generic_plan, plan_key
 from draftproof.probe import ClaimRequest, Progress
-from draftproof.record import CostCurve, FinishReason, Plan, Round, Trace
+from draftproof.record import CostCurve, Plan, Round, Trace
 from draftproof.rules import Rules, RuleSet
+from draftproof.stream import Generation, Stream
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 Depth = int | Literal["auto"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
-    """One finished (or interrupted) output and the evidence of how it was made."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    prompt_ids: tuple[int, ...]
-    trace: Trace
-    plan: Plan
-    finish_reason: FinishReason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """Tokens of one round as they are committed: the first ``num_accepted`` were drafted.
-
-    ``drafted_text`` is the text those complete, ``own_text`` that of the target's own token.
-    """
-
-    drafted_text: str
-    own_text: str
-    token_ids: tuple[int, ...]
-    num_accepted: int
-    round: Round
-
-    @property
-    def text(self) -> str:
-        """All text this round completes."""
-        return self.drafted_text + self.own_text
 
 
 def load(
@@ -119,10 +89,26 @@ def load(
     )  # fmt: skip
 
 
-def load_target(name_or_path: str, *, dtype: str = "bfloat16", device: str = "cpu") -> Target:
-    """A model to draft with: row-exact where possible, without tokenizer or cost curve."""
+def load_target(
+    name_or_path: str, *, dtype: str = "bfloat16", device: str = "cpu", like: Engine | None = None
+) -> Target:
+    """A model to draft with: row-exact where possible, without cost curve.
+
+    Args:
+        name_or_path: as in ``load``.
+        dtype: as in ``load``.
+        device: as in ``load``.
+        like: the engine it will draft for; its vocabulary is compared token by token.
+
+    Raises:
+        DrafterError: the vocabularies differ.
+    """
     place = _device(device)
     folder = resolve(name_or_path, dtype)
+    if like is not None and load_tokenizer(folder).get_vocab() != like.tokenizer.get_vocab():
+        raise DrafterError(
+            f"{name_or_path} has another vocabulary than {like.name}; a draft model must share its tokenizer"
+        )
     store = PlanStore(place, RealClock())
     request = PlanRequest(claim="auto", dtype=DTYPES[dtype], device=place)
     return _target(folder, read_config(folder), store, request, None)[0]
@@ -324,67 +310,3 @@ class Engine:
             self.curve, max_depth=min(MAX_DEPTH, self.target.max_rows - 1),
             draft_seconds={"draft_model": half_step, "early_exit": half_step},
         )  # fmt: skip
-
-
-class Stream:
-    """Chunks of one request. Stopping early, also by Ctrl-C, leaves a consistent partial ``result``."""
-
-    def __init__(
-        self, rounds: Iterator[Round], run: Decoding, prompt_ids: Sequence[int], plan: Plan, tokenizer: Any,
-        clock: Clock,
-    ) -> None:  # fmt: skip
-        self._source, self._run, self._plan = rounds, run, plan
-        self._prompt_ids, self._tokenizer = tuple(prompt_ids), tokenizer
-        self._rounds: list[Round] = []
-        self._text = TextStream(tokenizer)
-        self._clock, self._prefill_ns, self._is_finished = clock, 0, False
-
-    def __iter__(self) -> Iterator[Chunk]:
-        start = self._clock.now_ns()
-        for round_ in self._source:
-            if not self._rounds:
-                self._prefill_ns = self._clock.now_ns() - start
-            self._rounds.append(round_)
-            drafted = round_.emitted[: round_.num_accepted]
-            yield Chunk(
-                drafted_text=self._text.push(drafted) if drafted else "",
-                own_text=self._text.push(round_.emitted[len(drafted) :]), token_ids=round_.emitted,
-                num_accepted=round_.num_accepted, round=round_,
-            )  # fmt: skip
-        self._is_finished = True
-
-    def result(self) -> Generation:
-        """What has been emitted so far."""
-        trace = Trace(
-            num_prompt=len(self._prompt_ids), prefill_ns=self._prefill_ns, rounds=tuple(self._rounds)
-        )
-        reason: FinishReason = "stop" if self._run.rules.is_stopped else "length"
-        ids = trace.token_ids
-        return Generation(
-            text=self._tokenizer.decode(ids, skip_special_tokens=True), token_ids=ids,
-            prompt_ids=self._prompt_ids, trace=trace, plan=self._plan,
-            finish_reason=reason if self._is_finished else "interrupted",
-        )  # fmt: skip
-
-
-class TextStream:
-    """Turns token ids into text as they come; a character split over tokens waits for its last one."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._start = self._shown = 0
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """The text that ``token_ids`` complete."""
-        self._ids.extend(token_ids)
-        before = self._decode(self._ids[self._start : self._shown])
-        after = self._decode(self._ids[self._start :])
-        if after.endswith("�"):
-            return ""
-        self._start, self._shown = self._shown, len(self._ids)
-        return after[len(before) :]
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return text

@@ -41,7 +41,7 @@ def _engine(settings: Request) -> Decode:
     draft_model = None
     if settings["draft_model"] is not None:
         draft_model = engines.load_target(
-            settings["draft_model"], dtype=settings["dtype"], device=settings["device"]
+            settings["draft_model"], dtype=settings["dtype"], device=settings["device"], like=engine
         )
 
     def decode(request: Request) -> dict[str, Any]:

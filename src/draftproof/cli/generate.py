@@ -28,7 +28,7 @@ def run(
         engine = engines.load(**load, progress=report)
         if draft_model is not None:
             request["draft_model"] = engines.load_target(
-                draft_model, dtype=load["dtype"], device=load["device"]
+                draft_model, dtype=load["dtype"], device=load["device"], like=engine
             )
     stream = engine.stream(prompt, **request)
     interrupted = False
