@@ -64,6 +64,8 @@ def custom_generate(
             c for c in stopping_criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)
         ),
     )  # fmt: skip
+    if plan.margin_bound is not None:
+        rule_set.refuse_uncopyable()
     capacity = len(prompt_ids) + max_new + plan.max_rows
     made = build_drafter(drafter, DrafterOptions(target=target, policy=policy, capacity=capacity))
     run = Decoding(

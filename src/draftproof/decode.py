@@ -57,11 +57,12 @@ def speculate(
     """Propose, verify, commit: emits what ``plain_decode`` emits, several tokens a forward."""
     first = _prompt_round(run, prompt_ids)
     yield first
-    drafter.reset(prompt_ids)
-    drafter.observe(first.emitted)
     last, position, index = first.emitted[-1], len(prompt_ids) + 1, 1
     while not run.rules.is_stopped and run.rules.num_left:
         start = run.clock.now_ns()
+        if index == 1:
+            drafter.reset(prompt_ids)
+            drafter.observe(first.emitted)
         limit = min(policy.ask(drafter.name, position), run.rules.num_left - 1, run.max_rows - 1)
         draft = drafter.propose(limit)
         decision = policy.choose(draft, position)
@@ -100,12 +101,12 @@ def _verify(run: Decoding, last: int, ids: Sequence[int]) -> tuple[Walk, int]:
     logits_TV = run.session.verify([last, *ids])
     if run.margin_bound is None or not ids:
         done = walk(ids, run.rules.chooser(logits_TV), run.rules.push)
-        run.session.commit(min(done.num_accepted + 1, len(ids) + 1))
+        run.session.commit(len(done.emitted))
         return done, 0
     guard = _Guard(run, logits_TV, [last, *ids], run.margin_bound)
     done = walk(ids, guard.choose, run.rules.push)
     if not guard.num_redecided:
-        run.session.commit(done.num_accepted + 1)
+        run.session.commit(len(done.emitted))
     return done, guard.num_redecided
 
 

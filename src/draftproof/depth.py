@@ -144,7 +144,7 @@ class CostAwareDepth:
     draft_seconds: dict[str, float] = field(default_factory=dict)
     _acceptance: dict[tuple[str, int, int], _Acceptance] = field(default_factory=dict)
     _watched: list[_Watched] = field(default_factory=list)
-    _num_asked: int = 0
+    _num_asked: dict[str, int] = field(default_factory=dict)
     _ratio: dict[bool, float] = field(default_factory=lambda: {True: 1.0, False: 1.0})
 
     def __post_init__(self) -> None:
@@ -173,7 +173,7 @@ class CostAwareDepth:
         each = self.draft_seconds.get(source)
         if each is None:
             return self.max_depth
-        self._num_asked += 1
+        asked = self._num_asked[source] = self._num_asked.get(source, 0) + 1
         template = Draft(ids=(0,) * self.max_depth, source=source)
         best, bar = 0, self._serial_rate(context) * self.advantage
         expected, survival = 1.0, 1.0
@@ -183,7 +183,7 @@ class CostAwareDepth:
             rate = expected / (self.seconds(depth + 1, context) + depth * each)
             if rate > bar:
                 best, bar = depth, rate
-        is_due = self._num_asked % _LOOK_EVERY == 1
+        is_due = asked % _LOOK_EVERY == 1
         return max(best, min(_LOOK_TOKENS, self.max_depth) if is_due else 0)
 
     def rate(self, draft: Draft, context: int) -> float:

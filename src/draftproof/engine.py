@@ -261,6 +261,8 @@ class Engine:
         self._check_length(ids, max_new_tokens)
         tokenizer = self.tokenizer if options.get("stop_strings") else None
         rule_set = self._rules.build(len(ids), max_new_tokens, tokenizer, **options)
+        if self.plan.margin_bound is not None:
+            rule_set.refuse_uncopyable()
         policy = self._policy(depth)
         capacity = len(ids) + max_new_tokens + self.target.max_rows
         made = None

@@ -140,17 +140,16 @@ class PlanStore:
     def _probe_in_child(self, shapes: ProbeShapes, progress: Progress) -> None:
         """Run this file as a program for what is missing, then read its findings."""
         order = {"shapes": encode(shapes), "device": str(self._device), "threads": torch.get_num_threads()}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "draftproof.plans", canonical(order)], stdout=subprocess.PIPE, text=True
-        )
-        try:
-            for line in process.stdout or ():
-                stage, done, total = json.loads(line)
-                progress(stage, done, total)
-            code = process.wait()
-        finally:
-            process.kill()
-            process.wait()
+        command = [sys.executable, "-m", "draftproof.plans", canonical(order)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                for line in process.stdout or ():
+                    stage, done, total = json.loads(line)
+                    progress(stage, done, total)
+                code = process.wait()
+            except BaseException:
+                process.kill()
+                raise
         if code != 0:
             raise ModelError(f"probing this machine failed (exit code {code}); its message is above")
         self._entries = {**self._entries, **self._read()}

@@ -160,6 +160,7 @@ class CostCurve:
     seconds: tuple[tuple[float, ...], ...]
 
     def __post_init__(self) -> None:
+        _require(len(self.rows) >= 1, "a curve has at least one row count")
         _require(len(self.seconds) == len(self.contexts) >= 1, "one line of seconds a context")
         _require(all(len(line) == len(self.rows) for line in self.seconds), "one figure a row count")
         _require(self.rows[0] == 1, "the curve starts at one row")

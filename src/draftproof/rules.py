@@ -9,10 +9,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from draftproof.errors import OptionError
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 Criterion = Callable[[Tensor, Tensor], Any]
@@ -31,13 +34,30 @@ class RuleSet:
     processors: tuple[Processor, ...] = ()
     criteria: tuple[Criterion, ...] = ()
 
+    def refuse_uncopyable(self) -> None:
+        """Refuse plain functions where margins are asked for: their state cannot be copied.
+
+        Raises:
+            OptionError: a processor is a function and not an object.
+        """
+        if any(isinstance(processor, FunctionType) for processor in self.processors):
+            raise OptionError(
+                "under the guarded claim a logits processor must be an object, not a function: its state"
+                " has to be copied to measure a margin"
+            )
+
+
+def _gap(scores_V: Tensor) -> float:
+    top = scores_V.topk(2).values
+    return float(top[0] - top[1])
+
 
 class Rules:
     """The rules of one request, and the ids they are applied to."""
 
     def __init__(self, rule_set: RuleSet, prompt_ids: Sequence[int], device: torch.device) -> None:
         self._set = rule_set
-        self._processors = [copy.deepcopy(p) for p in rule_set.processors]
+        self._processors = copy.deepcopy(list(rule_set.processors))
         self._num_prompt = self._length = len(prompt_ids)
         self._ids = torch.empty(1, self._length + rule_set.max_new_tokens, dtype=torch.long, device=device)
         self._ids[0, : self._length] = torch.tensor(prompt_ids, dtype=torch.long)
@@ -66,9 +86,14 @@ class Rules:
         return scores
 
     def margin(self, logits_V: Tensor) -> float:
-        """Top-1 minus top-2 of the processed scores; processors with state are asked on copies."""
-        top = self._scores(logits_V, copy.deepcopy(self._processors)).topk(2, -1).values[0]
-        return float(top[0] - top[1])
+        """Top-1 minus top-2, of the logits or of the processed scores, whichever is smaller.
+
+        Processors are asked on copies, so that asking does not count as a step of theirs.
+        """
+        raw = _gap(logits_V.float())
+        if not self._processors:
+            return raw
+        return min(raw, _gap(self._scores(logits_V, copy.deepcopy(self._processors))[0]))
 
     def push(self, token: int) -> bool:
         """Append an emitted token; true when the output is complete."""

@@ -1,7 +1,8 @@
 """Records to canonical JSON and back, hash chains, and files that appear whole or not at all.
 
-Canonical means: sorted keys, no spaces, no NaN. A chained row carries the hash of the row before it, so a
-row cut out or edited later is found. Readers refuse a format version newer than their own.
+Canonical means: sorted keys, no spaces, ASCII, no NaN. A chained row carries the hash of the row before it,
+so a row edited, moved or cut out is found; rows cut from the end are not: keep the last hash elsewhere.
+Readers refuse a format version newer than their own.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ T = TypeVar("T")
 def canonical(value: Any) -> str:
     """One line of JSON that depends on the value alone; raises ``EvidenceError`` on NaN or infinity."""
     try:
-        return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     except ValueError as error:
         raise EvidenceError(f"a record cannot hold NaN or infinity: {error}") from error
 
@@ -52,7 +53,7 @@ def decode(record_type: type[T], value: Any) -> T:
 def check_version(document: dict[str, Any]) -> None:
     """Refuse a document without a format version or with a newer one."""
     version = document.get("format_version")
-    if not isinstance(version, int):
+    if type(version) is not int or version < 1:
         raise EvidenceError("no format_version: not written by draftproof")
     if version > FORMAT_VERSION:
         raise EvidenceError(f"format version {version} is newer than {FORMAT_VERSION}; update draftproof")
@@ -62,6 +63,8 @@ def chain(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows with ``previous`` and ``hash`` added."""
     previous, out = _START, []
     for row in rows:
+        if "hash" in row:
+            raise EvidenceError("a row with a hash of its own cannot be chained")
         linked = {**row, "previous": previous}
         previous = hashlib.sha256(canonical(linked).encode()).hexdigest()
         out.append({**linked, "hash": previous})
@@ -69,7 +72,7 @@ def chain(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def check_chain(rows: Sequence[dict[str, Any]]) -> None:
-    """Raise ``EvidenceError`` at the first row that was edited, cut out or moved."""
+    """Raise ``EvidenceError`` at the first row that was edited, moved, or follows one cut out."""
     previous = _START
     for index, row in enumerate(rows):
         body = {key: value for key, value in row.items() if key != "hash"}

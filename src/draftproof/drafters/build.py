@@ -47,7 +47,7 @@ def _early_exit(options: DrafterOptions) -> Drafter:
     target = options.target
     if not isinstance(target, DecoderTarget):
         raise DrafterError(f"early exit needs a row-exact target; {target.name!r} runs through transformers")
-    layers = options.exit_layer or max(1, target.num_layers // 3)
+    layers = options.exit_layer if options.exit_layer is not None else max(1, target.num_layers // 3)
     if not 1 <= layers < target.num_layers:
         raise DrafterError(f"--exit-layer must be 1 to {target.num_layers - 1}, got {layers}")
     return ModelDrafter(target.truncated(layers), options.capacity, name="early_exit")

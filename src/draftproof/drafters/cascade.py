@@ -13,7 +13,7 @@ from draftproof.depth import DepthPolicy
 from draftproof.drafters.base import Drafter
 from draftproof.record import Draft
 
-_ASK_EVERY = 16
+_LOOK_EVERY, _LOOK_TOKENS = 16, 4
 
 
 class Cascade:
@@ -53,9 +53,11 @@ class Cascade:
         drafts = [draft for draft in drafts if draft.ids]
         best_rate = max((self._policy.rate(draft, self._context) for draft in drafts), default=0.0)
         for drafter in self._costly:
-            if self._last_rate.get(drafter.name, best_rate) < best_rate and self._rounds % _ASK_EVERY != 1:
+            is_due = self._rounds % _LOOK_EVERY == 1
+            if self._last_rate.get(drafter.name, best_rate) < best_rate and not is_due:
                 continue
-            draft = drafter.propose(min(max_tokens, self._policy.ask(drafter.name, self._context)))
+            wanted = self._policy.ask(drafter.name, self._context)
+            draft = drafter.propose(min(max_tokens, max(wanted, _LOOK_TOKENS if is_due else 0)))
             if draft.ids:
                 drafts.append(draft)
                 self._last_rate[drafter.name] = self._policy.rate(draft, self._context)

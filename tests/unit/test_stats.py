@@ -1,0 +1,154 @@
+"""Counters, ratios and intervals against figures worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from draftproof.record import Leg, Round, Trace
+from draftproof.stats import (
+    DecodeStats,
+    RatioStats,
+    bootstrap_median,
+    count_mismatches,
+    decode_stats,
+    first_difference,
+    paired_ratios,
+    summarise,
+)
+
+
+def _round(index: int, position: int, num_drafted: int, num_accepted: int, num_emitted: int,
+           num_redecided: int = 0) -> Round:  # fmt: skip
+    return Round(
+        index=index, position=position, source="s", num_offered=num_drafted + 2, num_drafted=num_drafted,
+        num_accepted=num_accepted, emitted=tuple(range(num_emitted)), num_redecided=num_redecided,
+        num_forwards=1 + num_redecided, draft_ns=10 * index, verify_ns=100 * index, commit_ns=1000 * index,
+    )  # fmt: skip
+
+
+# The prompt's round would spoil every counter if it were counted.
+PROMPT = Round(
+    index=0, position=5, source="prompt", num_offered=0, num_drafted=0, num_accepted=0, emitted=(1,),
+    num_forwards=0, draft_ns=7, verify_ns=7, commit_ns=7,
+)  # fmt: skip
+
+
+def test_a_decode_counted_by_hand() -> None:
+    """Four rounds after the prompt: all right, none right, no draft, cut at the end and redecided twice."""
+    rounds = (
+        PROMPT,
+        _round(1, 6, num_drafted=3, num_accepted=3, num_emitted=4),
+        _round(2, 10, num_drafted=4, num_accepted=0, num_emitted=1),
+        _round(3, 11, num_drafted=0, num_accepted=0, num_emitted=1),
+        _round(4, 12, num_drafted=3, num_accepted=2, num_emitted=2, num_redecided=2),
+    )
+    assert decode_stats(Trace(num_prompt=5, prefill_ns=99, rounds=rounds)) == DecodeStats(
+        steps=6, verifies=3, drafted=10, accepted=5, tokens=9, redecided=2, acceptance_rate=0.5,
+        tokens_per_verify=7 / 3, tokens_per_step=8 / 6, draft_ns=100, verify_ns=1000, commit_ns=10000,
+    )  # fmt: skip
+
+
+def test_a_serial_decode_verifies_nothing() -> None:
+    rounds = (PROMPT, _round(1, 6, 0, 0, 1), _round(2, 7, 0, 0, 1))
+    got = decode_stats(Trace(num_prompt=5, prefill_ns=0, rounds=rounds))
+    assert (got.steps, got.verifies, got.drafted, got.accepted, got.tokens) == (2, 0, 0, 0, 3)
+    assert (got.acceptance_rate, got.tokens_per_verify, got.tokens_per_step) == (None, None, 1.0)
+
+
+@pytest.mark.parametrize(("rounds", "num_tokens"), [((), 0), ((PROMPT,), 1)])
+def test_a_decode_without_steps_has_no_rates(rounds: tuple[Round, ...], num_tokens: int) -> None:
+    assert decode_stats(Trace(num_prompt=5, prefill_ns=0, rounds=rounds)) == DecodeStats(
+        steps=0, verifies=0, drafted=0, accepted=0, tokens=num_tokens, redecided=0, acceptance_rate=None,
+        tokens_per_verify=None, tokens_per_step=None, draft_ns=0, verify_ns=0, commit_ns=0,
+    )  # fmt: skip
+
+
+def _leg(label: str, arm: str, pair: int, duration_ns: int) -> Leg:
+    return Leg(
+        label=label, arm=arm, pair=pair, order=0, start_ns=0, duration_ns=duration_ns, num_tokens=1,
+        tokens_sha256="", peak_bytes=0,
+    )  # fmt: skip
+
+
+LEGS = [
+    _leg("a", "ours", 2, 300),
+    _leg("a", "stock", 2, 150),
+    _leg("a", "stock", 0, 300),
+    _leg("a", "ours", 0, 100),
+    _leg("a", "serial", 0, 200),
+    _leg("b", "ours", 1, 1),  # another prompt: no partner in a
+    _leg("a", "stock", 1, 700),
+    _leg("a", "ours", 3, 5),
+    _leg("b", "stock", 1, 10),
+]
+
+
+def test_ratios_pair_by_label_and_pair_in_order() -> None:
+    assert paired_ratios(LEGS, "a", "ours") == [3.0, 0.5]
+    assert paired_ratios(iter(LEGS), "b", "ours") == [10.0]
+    assert paired_ratios(LEGS, "a", "ours", base="serial") == [2.0]
+    assert paired_ratios(LEGS, "a", "serial", base="ours") == [0.5]
+    assert paired_ratios(LEGS, "c", "ours") == []
+    assert paired_ratios(LEGS, "a", "missing") == []
+
+
+@pytest.mark.parametrize(("values", "median"), [([2.0], 2.0), ([4.0, 1.0], 2.5)])
+def test_few_values_have_a_median_and_no_interval(values: list[float], median: float) -> None:
+    assert bootstrap_median(values) is None
+    assert summarise(values) == RatioStats(
+        median=median, low=min(values), high=max(values), interval=None, num_pairs=len(values)
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "interval"),
+    [
+        # The median of 3 draws is the least of 3 values with probability 7/27, more than 2.5 %.
+        ([3.0, 1.0, 2.0], (1.0, 3.0)),
+        # Of 7: 1.0 % for the least, 10.8 % for the two least. A 99 % interval would be (1, 7).
+        ([7.0, 1.0, 2.0, 6.0, 5.0, 3.0, 4.0], (2.0, 6.0)),
+        # Of 9: 3.0 % for the two least. A 90 % interval would be (3, 7).
+        ([9.0, 1.0, 2.0, 6.0, 5.0, 3.0, 4.0, 8.0, 7.0], (2.0, 8.0)),
+        ([1.5, 1.5, 1.5, 1.5], (1.5, 1.5)),
+    ],
+)
+def test_intervals_of_the_median_worked_out(values: list[float], interval: tuple[float, float]) -> None:
+    assert bootstrap_median(values) == interval
+    assert summarise(values) == RatioStats(
+        median=sorted(values)[len(values) // 2], low=min(values), high=max(values), interval=interval,
+        num_pairs=len(values),
+    )  # fmt: skip
+
+
+def test_intervals_depend_on_the_values_and_the_seed_alone() -> None:
+    values = [1.1**i for i in range(40)]
+    found = [bootstrap_median(values, seed) for seed in range(12)]
+    assert found == [bootstrap_median(values, seed) for seed in range(12)]
+    assert len(set(found)) > 1
+    assert summarise(values, seed=3).interval == found[3]
+
+
+@pytest.mark.parametrize(
+    ("want", "got", "first", "count"),
+    [
+        ([], [], None, 0),
+        ([1, 2, 3], [1, 2, 3], None, 0),
+        ([1, 2, 3], [9, 2, 3], 0, 1),
+        ([1, 2, 3], [1, 2, 9], 2, 1),
+        ([1, 2, 3], [9, 2, 9], 0, 2),
+        ([1, 2, 3], [1, 2], 2, 1),
+        ([1, 2], [1, 2, 3, 4], 2, 2),
+        ([1, 2, 3], [1, 9], 1, 2),
+        ([], [5, 5], 0, 2),
+        ([5], [], 0, 1),
+        ([1, 2, 3], [2, 3], 0, 3),  # shifted tokens are different tokens
+    ],
+)
+def test_differences_counted_by_hand(
+    want: Sequence[int], got: Sequence[int], first: int | None, count: int
+) -> None:
+    assert first_difference(want, got) == first
+    assert first_difference(tuple(got), tuple(want)) == first
+    assert count_mismatches(want, got) == count_mismatches(got, want) == count
