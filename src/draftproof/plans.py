@@ -24,6 +24,7 @@ from draftproof.machine import describe, fingerprint
 from draftproof.models.base import Target
 from draftproof.models.build import head_size_of, linear_specs
 from draftproof.models.catalog import cache_dir
+from draftproof.models.load import ARCHITECTURES
 from draftproof.ops.linear import LinearSpec
 from draftproof.probe import (
     MAX_ROWS,
@@ -98,7 +99,7 @@ class PlanStore:
     def __init__(self, device: torch.device, clock: Clock, *, refresh: bool = False) -> None:
         self.machine = describe(device)
         self.fingerprint = fingerprint(self.machine)
-        self._device, self._clock = device, clock
+        self._device, self._clock, self._refresh = device, clock, refresh
         self.path: Path = cache_dir() / "plans" / f"{self.fingerprint}.json"
         self._entries: dict[str, Any] = {} if refresh else self._read()
 
@@ -107,23 +108,29 @@ class PlanStore:
             document = json.loads(self.path.read_text())
         except (OSError, ValueError):
             return {}
-        is_ours = document.get("format_version") == FORMAT_VERSION
-        entries: dict[str, Any] = document.get("entries", {}) if is_ours else {}
-        return entries
+        if not isinstance(document, dict) or document.get("format_version") != FORMAT_VERSION:
+            return {}
+        entries = document.get("entries")
+        return entries if isinstance(entries, dict) else {}
 
     def _put(self, key: str, value: Any) -> None:
-        self._entries = {**self._read(), **self._entries, key: value}
+        self._entries[key] = value
+        merged = {**self._read(), **self._entries}  # other processes and models store here, too
         write_atomic(self.path, canonical({
-            "format_version": FORMAT_VERSION, "machine": encode(self.machine), "entries": self._entries,
+            "format_version": FORMAT_VERSION, "machine": encode(self.machine), "entries": merged,
         }))  # fmt: skip
 
     def plan(self, config: Any, request: PlanRequest, progress: Progress | None = None) -> Plan:
-        """The plan for a llama-like ``config``; probes what is not stored yet."""
+        """The plan for a llama-like ``config``; probes what is not stored yet.
+
+        Only operations its architecture runs count.
+        """
         shapes = ProbeShapes.of(config, request)
+        runs = {"attention", *ARCHITECTURES[config.model_type].row_ops, *(s.name for s in shapes.linears)}
         if any(self._evidence(name) is None for name in shapes.names()):
             self._probe_in_child(shapes, progress or _NO_PROGRESS)
         return make_plan(
-            [evidence for name in shapes.names() for evidence in self._evidence(name) or ()],
+            [e for name in shapes.names() for e in self._evidence(name) or () if e.op in runs],
             request=request.claim,
             dtype=request.dtype,
             fingerprint=self.fingerprint,
@@ -133,13 +140,16 @@ class PlanStore:
     def _evidence(self, name: str) -> list[OpEvidence] | None:
         """What is stored under ``name``; ``None`` when there is nothing or it cannot be read."""
         try:
-            return [decode(OpEvidence, row) for row in self._entries[name]]
+            return [decode(OpEvidence, row) for row in self._entries[name]] or None
         except (EvidenceError, KeyError, TypeError):
             return None
 
     def _probe_in_child(self, shapes: ProbeShapes, progress: Progress) -> None:
         """Run this file as a program for what is missing, then read its findings."""
-        order = {"shapes": encode(shapes), "device": str(self._device), "threads": torch.get_num_threads()}
+        order = {
+            "shapes": encode(shapes), "device": str(self._device), "threads": torch.get_num_threads(),
+            "refresh": self._refresh,
+        }  # fmt: skip
         command = [sys.executable, "-m", "draftproof.plans", canonical(order)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
@@ -152,7 +162,10 @@ class PlanStore:
                 raise
         if code != 0:
             raise ModelError(f"probing this machine failed (exit code {code}); its message is above")
-        self._entries = {**self._entries, **self._read()}
+        found = self._read()
+        self._entries |= {name: found[name] for name in shapes.names() if name in found}
+        if any(self._evidence(name) is None for name in shapes.names()):
+            raise ModelError(f"probing this machine found nothing it could store in {self.path}")
 
     def probe(self, shapes: ProbeShapes, progress: Progress) -> None:
         """Probe, in this process, every shape that is not stored yet."""
@@ -215,7 +228,7 @@ def _probe_as_child(order: dict[str, Any]) -> None:
         sys.stdout.flush()
 
     torch.set_num_threads(order["threads"])
-    store = PlanStore(torch.device(order["device"]), RealClock())
+    store = PlanStore(torch.device(order["device"]), RealClock(), refresh=order["refresh"])
     store.probe(decode(ProbeShapes, order["shapes"]), report)
 
 

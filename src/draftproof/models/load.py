@@ -23,16 +23,19 @@ from draftproof.record import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """How one model type becomes a row-exact target."""
+    """How one model type becomes a row-exact target, and which row operations of the probe it runs."""
 
     refusal: Callable[[Any], str | None]
     build: Callable[[Any, Builder], DecoderParts]
+    row_ops: tuple[str, ...]
 
 
+_SILU = ("norm", "rotary", "silu_gate")
+_GELU = ("norm_shifted", "rotary", "gelu_gate")
 ARCHITECTURES = {
-    "llama": Architecture(refusal=llama.refusal, build=llama.build),
-    "qwen3": Architecture(refusal=qwen3.refusal, build=qwen3.build),
-    "gemma3_text": Architecture(refusal=gemma3.refusal, build=gemma3.build),
+    "llama": Architecture(refusal=llama.refusal, build=llama.build, row_ops=_SILU),
+    "qwen3": Architecture(refusal=qwen3.refusal, build=qwen3.build, row_ops=_SILU),
+    "gemma3_text": Architecture(refusal=gemma3.refusal, build=gemma3.build, row_ops=_GELU),
 }
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -1,0 +1,100 @@
+"""Fixtures for every test file; nothing here is imported by name.
+
+- ``scratch_cache``: ``DRAFTPROOF_CACHE`` points to a fresh folder for this test; the folder's path.
+- ``tiny_folder(kind, dtype=torch.float32, **config)``: the hub folder of a tiny model with fixed random
+  weights and a byte-level tokenizer of 288 tokens, made once a session; treat it as read-only. Kinds:
+  ``llama``, ``qwen3``, ``gemma3_text``, ``gpt2``, ``mistral``; ``config`` replaces fields of the
+  configuration. No model has an end token unless ``config`` names one.
+
+Torch runs on two threads, as bits may depend on their number. They sleep while they wait: where two runs
+share the cores, spinning makes these small kernels several times slower.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is loaded
+
+import tokenizers
+import torch
+import transformers
+
+VOCAB = 288
+_COMMON = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_DECODER = {
+    **_COMMON, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "tie_word_embeddings": False,
+}  # fmt: skip
+_MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+_GEMMA = {**_DECODER, "sliding_window": 16, "layer_types": _MIXED, "tie_word_embeddings": True}
+_GPT2 = {**_COMMON, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
+_KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", _DECODER),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", _DECODER),
+    "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM", _GEMMA),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", _GPT2),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {**_DECODER, "sliding_window": 16}),
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _two_threads() -> None:
+    torch.set_num_threads(2)
+
+
+@pytest.fixture
+def scratch_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("DRAFTPROOF_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    made: dict[str, Path] = {}
+
+    def make(kind: str, dtype: torch.dtype = torch.float32, **config: Any) -> Path:
+        key = f"{kind} {dtype} {sorted(config.items())}"
+        if key not in made:
+            made[key] = _save(tmp_path_factory.mktemp(kind), kind, dtype, config)
+        return made[key]
+
+    return make
+
+
+def _save(folder: Path, kind: str, dtype: torch.dtype, changes: dict[str, Any]) -> Path:
+    config_name, model_name, fields = _KINDS[kind]
+    config = getattr(transformers, config_name)(**fields | changes)
+    module = getattr(transformers, model_name)(config)
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in module.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim > 1:
+            parameter.data = noise * 3 / parameter.shape[-1] ** 0.5  # thrice the usual, so that text varies
+        elif name.endswith("bias"):
+            parameter.data = 0.2 * noise
+        else:
+            # Either sign in the last norm: tied to the embedding, every token would repeat itself.
+            factor = noise if name == "model.norm.weight" else 1.0 + 0.2 * noise
+            parameter.data = factor - 1.0 if kind == "gemma3_text" else factor
+    module.to(dtype).save_pretrained(folder)
+    if config.vocab_size == VOCAB:
+        _tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _tokenizer() -> Any:
+    """Every byte and 32 pairs of letters, so that any text is a prompt."""
+    pairs = [(a, b) for a in "eta" for b in "hrsn"] + [(a, b) for a in "ABCDE" for b in "FGHI"]
+    symbols = [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in pairs)]
+    model = tokenizers.models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=pairs)
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)

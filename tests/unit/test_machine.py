@@ -1,0 +1,141 @@
+"""The fingerprint changes with whatever may change a kernel's bits, and with nothing else."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from draftproof import machine
+from draftproof.machine import describe, fingerprint, peak_bytes
+from draftproof.record import Machine
+
+CPU = torch.device("cpu")
+RECORD = Machine(
+    cpu="c", isa="i", num_threads=2, device="d", os="o", python="p", torch="t", transformers="f",
+    environment=("A=1",),
+)  # fmt: skip
+
+
+def test_describes_this_machine() -> None:
+    found = describe(CPU)
+    assert found.num_threads == torch.get_num_threads() == 2
+    assert found.device == "cpu"
+    assert found.os == f"{platform.system()} {platform.machine()}"
+    assert (found.python, found.torch) == (platform.python_version(), torch.__version__)
+    assert found.transformers == transformers.__version__
+    assert found.cpu
+    assert describe(CPU) == found
+
+
+def test_threads_are_those_in_use() -> None:
+    torch.set_num_threads(1)
+    try:
+        assert describe(CPU).num_threads == 1
+    finally:
+        torch.set_num_threads(2)
+
+
+def test_variables_that_steer_kernels_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    steering = {
+        "ONEDNN_MAX_CPU_ISA": "AVX2", "DNNL_VERBOSE": "0", "OMP_NUM_THREADS": "3", "MKL_CBWR": "AVX2",
+        "KMP_AFFINITY": "x", "GOMP_CPU_AFFINITY": "0", "ATEN_CPU_CAPABILITY": "avx2",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVIDIA_TF32_OVERRIDE": "0",
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "TRANSFORMERS_SDPA_FORCE_GQA": "1",
+    }  # fmt: skip
+    for name in list(os.environ):
+        if name.startswith(("OMP_", "MKL_", "KMP_", "GOMP_")):
+            monkeypatch.delenv(name)
+    before = describe(CPU).environment
+    for name, value in (steering | {"HOME_OMP_X": "1", "PYTHONHASHSEED": "7"}).items():
+        monkeypatch.setenv(name, value)
+    assert describe(CPU).environment == tuple(sorted({*before, *(f"{k}={v}" for k, v in steering.items())}))
+
+
+PROCESSORS = {
+    "x86": (
+        "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 26\nmodel\t\t: 2\n"
+        "model name\t: AMD EPYC\nstepping\t: 1\nflags\t\t: fpu avx2 avx512f avx512_bf16 amx_bf16x\n\n"
+        "processor\t: 1\nmodel name\t: Other\nflags\t\t: sse amx_bf16\n",
+        "AMD EPYC cpu family 26 model 2 stepping 1",
+        "avx2 avx512f avx512_bf16",
+    ),
+    "arm": (
+        "processor\t: 0\nBogoMIPS\t: 100.00\nFeatures\t: fp asimd sve bf16\nCPU implementer\t: 0x41\n",
+        platform.machine(),
+        "asimd bf16 sve",
+    ),
+    "strange": ("no colon here\n: no key\n", platform.machine(), ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_the_processor_is_read_from_the_kernel(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, cpu, isa = PROCESSORS[name]
+    (tmp_path / "cpuinfo").write_text(text)
+    monkeypatch.setattr(machine, "Path", lambda path: tmp_path / Path(path).name)
+    found = describe(CPU)
+    assert (found.cpu, found.isa) == (cpu, isa)
+
+
+def test_the_processor_without_a_kernel_that_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "Path", lambda path: tmp_path / "nothing")
+    found = describe(CPU)
+    assert found.cpu == (platform.processor() or platform.machine())
+
+
+def test_a_fingerprint_is_sixteen_hexadecimal_digits() -> None:
+    found = fingerprint(describe(CPU))
+    assert len(found) == 16
+    assert int(found, 16) >= 0
+
+
+@pytest.mark.parametrize("field", [f.name for f in fields(Machine)])
+def test_what_a_fingerprint_depends_on(field: str) -> None:
+    """Python runs no kernel: a newer one keeps its plans."""
+    changed: dict[str, object] = {"num_threads": 3, "environment": ("A=1", "B=2")}
+    other = replace(RECORD, **{field: changed.get(field, "x")})
+    assert (fingerprint(other) == fingerprint(RECORD)) == (field == "python")
+
+
+CHILD = """
+import torch
+from draftproof.machine import describe, fingerprint, peak_bytes
+torch.set_num_threads(2)
+before = peak_bytes()
+held = torch.ones(100 << 20, dtype=torch.uint8)
+during = peak_bytes()
+del held
+print(fingerprint(describe(torch.device("cpu"))), before, during, peak_bytes())
+"""
+
+
+def test_in_another_process() -> None:
+    """The same fingerprint; and in a process of its own, peak memory that grows and does not fall."""
+    run = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=True)
+    found, *sizes = run.stdout.split()
+    assert found == fingerprint(describe(CPU))
+    before, during, after = map(int, sizes)
+    assert 10 << 20 < before < 4 << 30
+    # The kernel counts pages in batches per processor.
+    assert during - before == pytest.approx(100 << 20, rel=0.1)
+    assert after == pytest.approx(during, rel=0.02)
+
+
+def test_peak_memory_without_a_kernel_that_tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """``ru_maxrss``: kilobytes on Linux, bytes on macOS."""
+    monkeypatch.setattr(machine, "Path", lambda path: tmp_path / "nothing")
+    kilobytes = machine.resource.getrusage(machine.resource.RUSAGE_SELF).ru_maxrss
+    monkeypatch.setattr(machine.platform, "system", lambda: "Linux")
+    assert peak_bytes() == pytest.approx(kilobytes * 1024, rel=0.05)
+    monkeypatch.setattr(machine.platform, "system", lambda: "Darwin")
+    assert peak_bytes() == pytest.approx(kilobytes, rel=0.05)
