@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from draftproof.errors import ModelFileError
 from draftproof.models.decoder import DecoderParts
 from draftproof.ops.linear import LinearSpec, RowLinear, build_form
 from draftproof.record import Plan
@@ -122,8 +123,12 @@ class Builder:
         if not config.tie_word_embeddings:
             head = self.linear("head", ["lm_head"], self._hidden, [config.vocab_size])
             return self._source.take(name, shape), head
-        self._source.forget("lm_head.weight")
         dense = self._source.peek(name, shape)
+        if "lm_head.weight" in self._source and not torch.equal(
+            dense, self._source.peek("lm_head.weight", shape)
+        ):
+            raise ModelFileError("tied embeddings, but the checkpoint holds another output layer")
+        self._source.forget("lm_head.weight")
         head = self._row_linear("head", [dense])
         embedding = self._source.take(name, shape)
         return (dense if head.shares(dense) else embedding), head

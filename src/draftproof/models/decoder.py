@@ -194,6 +194,8 @@ class DecoderSession:
     @torch.inference_mode()
     def prefill(self, token_ids: Sequence[int]) -> Tensor:
         """Run the prompt as stock does; returns the last position's logits, ``[V]``."""
+        if self.cache.mark():
+            raise RollbackError("a prompt can only fill an empty cache")
         step = _PromptStep(self.cache, self._tables, self._parts.shapes, len(token_ids))
         h_TD = self._run(token_ids, step)
         self.cache.finish_prompt(len(token_ids))

@@ -68,6 +68,8 @@ class GenericSession:
     @torch.inference_mode()
     def prefill(self, token_ids: Sequence[int]) -> Tensor:
         """Run the prompt as stock does; returns the last position's logits, ``[V]``."""
+        if self._length or self._pending:
+            raise RollbackError("a prompt can only fill an empty cache")
         logits = self._forward(token_ids, last_only=True)
         self._length = len(token_ids)
         if self._can_crop and hasattr(self._cache, "activate_past_recording"):
@@ -89,9 +91,9 @@ class GenericSession:
             raise RollbackError(f"cannot commit {num_rows} of {self._pending} pending rows")
         if not self._can_crop and num_rows < self._pending:
             raise DrafterError(self._target.refuse_drafting() or "the cache cannot be cropped")
-        self._length += num_rows
         if self._can_crop:
-            self._cache.crop(self._length)
+            self._cache.crop(num_rows - self._pending)  # 0 drops nothing but what left a sliding window
+        self._length += num_rows
         self._pending = 0
 
     def _forward(self, token_ids: Sequence[int], *, last_only: bool) -> Tensor:

@@ -33,7 +33,11 @@ def hub_folder(file: Path, dtype: str) -> Path:
             if stream.read(4) != b"GGUF":
                 raise ModelFileError(f"{file} is not a GGUF file")
         size = file.stat().st_size
-        folder = cache_dir() / "converted" / f"{file.stem}-{_hash(file)}-{dtype}-{_FORMAT}"
+        digest = _hash(file)
+    except OSError as error:
+        raise ModelFileError(f"cannot read {file}: {error.strerror}") from error
+    try:
+        folder = cache_dir() / "converted" / f"{file.stem}-{digest}-{dtype}-{_FORMAT}"
         if (folder / "config.json").exists():
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +47,7 @@ def hub_folder(file: Path, dtype: str) -> Path:
             )
         temporary = Path(tempfile.mkdtemp(prefix=".converting-", dir=folder.parent))
     except OSError as error:
-        raise _storage_error(error, file) from error
+        raise _storage_error(error, cache_dir()) from error
     try:
         _convert_in_child(file, dtype, temporary)
         temporary.rename(folder)
@@ -60,10 +64,10 @@ def _hash(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()[:16]
 
 
-def _storage_error(error: OSError, path: Path) -> StorageError | ModelFileError:
+def _storage_error(error: OSError, path: Path) -> StorageError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StorageError(f"no space left while converting {path.name}; free some or set DRAFTPROOF_CACHE")
-    return ModelFileError(f"cannot read or write {error.filename or path}: {error.strerror}")
+        return StorageError(f"no space left in {path}; free some or set DRAFTPROOF_CACHE")
+    return StorageError(f"cannot write {error.filename or path}: {error.strerror}; set DRAFTPROOF_CACHE")
 
 
 def _convert_in_child(file: Path, dtype: str, out: Path) -> None:

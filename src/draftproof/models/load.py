@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from draftproof.errors import ArchitectureError, ModelFileError, ModelNotFoundError
@@ -71,7 +73,7 @@ def read_config(folder: Path) -> Any:
     try:
         model_type = json.loads(file.read_text(encoding="utf-8")).get("model_type")
         return AutoConfig.from_pretrained(folder).get_text_config()
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, StrictDataclassError) as error:
         if isinstance(error, ValueError) and "model type" in str(error):
             raise ArchitectureError(f"transformers does not know the model type {model_type!r}") from error
         raise ModelFileError(f"cannot read {file}: {str(error).splitlines()[0]}") from error
@@ -114,9 +116,14 @@ def load_decoder(
 def load_generic(folder: Path, *, dtype: torch.dtype, device: torch.device) -> GenericTarget:
     """Any causal LM, through transformers' own forward."""
     try:
-        module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    except (OSError, ValueError, RuntimeError) as error:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelFileError(f"cannot load {folder}: {str(error).splitlines()[0]}") from error
+    module, report = loaded
+    for kind in ("missing_keys", "mismatched_keys"):
+        if report.get(kind):
+            some = ", ".join(sorted(map(str, report[kind]))[:3])
+            raise ModelFileError(f"{folder}: {kind.replace('_', ' ')} in the checkpoint: {some}")
     return GenericTarget(module.to(device).eval())
 
 

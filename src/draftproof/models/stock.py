@@ -25,7 +25,8 @@ _REFUSED = {
     "return_dict_in_generate": False, "output_scores": False, "output_logits": False,
     "output_attentions": False, "output_hidden_states": False, "prompt_lookup_num_tokens": None,
     "assistant_early_exit": None, "cache_implementation": None, "max_time": None, "watermarking_config": None,
-    "token_healing": False, "diversity_penalty": 0.0, "num_beam_groups": 1,
+    "encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0, "token_healing": False,
+    "diversity_penalty": 0.0, "num_beam_groups": 1, "generation_config": None,
 }  # fmt: skip
 
 
@@ -85,12 +86,29 @@ class RuleFactory:
         processors = list(options.pop("logits_processor", None) or [])
         criteria = list(options.pop("stopping_criteria", None) or [])
         refuse_options(options)
+        options.pop("do_sample", None)
+        try:
+            config, made = self._prepare(num_prompt, max_new_tokens, processors, options)
+        except (ValueError, TypeError) as error:
+            raise OptionError(f"transformers refuses these options: {str(error).splitlines()[0]}") from error
+        if config.stop_strings:
+            criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=config.stop_strings))
+        return RuleSet(
+            max_new_tokens=max_new_tokens, eos_ids=eos_ids(config), processors=tuple(made),
+            criteria=tuple(criteria),
+        )  # fmt: skip
+
+    def _prepare(
+        self, num_prompt: int, max_new_tokens: int, processors: list[Any], options: dict[str, Any]
+    ) -> tuple[Any, list[Any]]:
+        """Stock's resolved configuration, the model folder's own settings included, and its processors."""
         shell = self._shell
         config, unused = shell._prepare_generation_config(
             None, do_sample=False, max_new_tokens=max_new_tokens, **options
         )
         if unused:
             raise OptionError(f"generate() has no option {', '.join(map(repr, sorted(unused)))}")
+        refuse_options({name: getattr(config, name, None) for name in _REFUSED})
         ids = torch.zeros(1, num_prompt, dtype=torch.long, device=self._device)
         shell._prepare_special_tokens(config, True, device=self._device)
         shell._prepare_generated_length(
@@ -102,12 +120,7 @@ class RuleFactory:
             prefix_allowed_tokens_fn=None, logits_processor=processors, device=str(self._device),
             model_kwargs={},
         )  # fmt: skip
-        if config.stop_strings:
-            criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=config.stop_strings))
-        return RuleSet(
-            max_new_tokens=max_new_tokens, eos_ids=eos_ids(config), processors=tuple(made),
-            criteria=tuple(criteria),
-        )  # fmt: skip
+        return config, list(made)
 
 
 def refuse_options(options: dict[str, Any]) -> None:

@@ -74,7 +74,7 @@ def _index(folder: Path) -> dict[str, Path]:
     index_file = folder / "model.safetensors.index.json"
     try:
         if index_file.exists():
-            weight_map = json.loads(index_file.read_text())["weight_map"]
+            weight_map: dict[str, str] = json.loads(index_file.read_text())["weight_map"]
             files = {name: folder / shard for name, shard in weight_map.items()}
             missing = sorted({f.name for f in files.values() if not f.exists()})
             if missing:
@@ -85,5 +85,5 @@ def _index(folder: Path) -> dict[str, Path]:
             raise ModelFileError(f"{folder} has no model.safetensors and no index")
         with safe_open(single, framework="pt") as file:
             return dict.fromkeys(file.keys(), single)
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelFileError(f"cannot read the weights in {folder}: {error}") from error
