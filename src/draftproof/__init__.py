@@ -9,9 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from draftproof.custom_generate import custom_generate
     from draftproof.engine import Engine, load, load_target
     from draftproof.errors import DraftproofError, UsageError
+    from draftproof.hf_generate import custom_generate
     from draftproof.record import CostCurve, Plan, Round, Trace
     from draftproof.stream import Chunk, Generation, Stream
 
@@ -20,7 +20,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "Chunk": "stream", "CostCurve": "record", "DraftproofError": "errors", "Engine": "engine",
     "Generation": "stream", "Plan": "record", "Round": "record", "Stream": "stream", "Trace": "record",
-    "UsageError": "errors", "custom_generate": "custom_generate", "load": "engine", "load_target": "engine",
+    "UsageError": "errors", "custom_generate": "hf_generate", "load": "engine", "load_target": "engine",
 }  # fmt: skip
 
 __all__ = [

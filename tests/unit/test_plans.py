@@ -79,6 +79,28 @@ def test_shapes_of_a_configuration() -> None:
     assert ProbeShapes.of(CONFIG, replace(AUTO, share=True, claim="bitwise")).share
 
 
+@pytest.mark.parametrize(
+    ("config", "request_", "num_shared"),
+    [
+        (CONFIG, AUTO, 6),
+        (CONFIG, replace(AUTO, claim="guarded"), 6),
+        (CONFIG, replace(AUTO, dtype=FP32), 0),
+        (CONFIG, replace(AUTO, share=True), 1),
+        (CONFIG, replace(AUTO, claim="fixed"), 1),
+        (LlamaConfig(**SMALL | {"vocab_size": 51}), AUTO, 5),
+        (LlamaConfig(**SMALL | {"intermediate_size": 65}), AUTO, 3),
+        (LlamaConfig(**SMALL | {"num_key_value_heads": 4}), AUTO, 4),
+    ],
+    ids=["same", "claim", "dtype", "share", "fixed", "vocabulary", "inner", "groups"],
+)
+def test_findings_are_shared_where_the_question_is_the_same(
+    config: Any, request_: PlanRequest, num_shared: int
+) -> None:
+    names = ProbeShapes.of(CONFIG, AUTO).names()
+    assert len(set(names)) == len(names) == 6
+    assert len(set(names) & set(ProbeShapes.of(config, request_).names())) == num_shared
+
+
 def test_everything_is_probed_once(in_process: list[ProbeShapes], monkeypatch: pytest.MonkeyPatch) -> None:
     store = fresh()
     first = store.plan(CONFIG, AUTO)

@@ -7,6 +7,7 @@ order that alternates from pair to pair.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -55,15 +56,23 @@ class Worker:
             text=True, encoding="utf-8", start_new_session=True,
         )  # fmt: skip
         self._kind = settings["kind"]
-        self._send(settings)
-        self.machine: dict[str, Any] = self._receive()["machine"]
+        try:
+            self._send(settings)
+            self.machine: dict[str, Any] = self._receive()["machine"]
+        except BaseException:
+            self._close()
+            raise
 
     def __enter__(self) -> Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
         self._process.kill()
-        self._process.communicate()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate()
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send one request and wait for its answer."""
@@ -74,8 +83,11 @@ class Worker:
         stream = self._process.stdin
         if stream is None or self._process.poll() is not None:
             raise UsageError(f"the {self._kind} worker is gone (exit code {self._process.poll()})")
-        stream.write(json.dumps(message) + "\n")
-        stream.flush()
+        try:
+            stream.write(json.dumps(message) + "\n")
+            stream.flush()
+        except BrokenPipeError as error:
+            raise UsageError(f"the {self._kind} worker no longer listens") from error
 
     def _receive(self) -> dict[str, Any]:
         line = self._process.stdout.readline() if self._process.stdout else ""

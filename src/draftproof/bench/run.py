@@ -18,7 +18,7 @@ from draftproof import stats
 from draftproof.bench.pair import Arm, Stopwatch, TimedDecode, Worker
 from draftproof.bench.prompts import BenchInput, build_prompt, diverse_inputs, read_suite
 from draftproof.clock import RealClock
-from draftproof.errors import OptionError
+from draftproof.errors import OptionError, UsageError
 from draftproof.models.load import load_tokenizer, resolve
 from draftproof.record import Leg, Trace
 from draftproof.wire import FORMAT_VERSION, canonical, chain, decode, encode, write_atomic, write_lines
@@ -49,6 +49,8 @@ class BenchSettings:
     def __post_init__(self) -> None:
         if self.pairs < 1:
             raise OptionError(f"pairs must be 1 or more, got {self.pairs}")
+        if self.max_new_tokens < 1:
+            raise OptionError(f"max_new_tokens must be 1 or more, got {self.max_new_tokens}")
         if self.drafter == "none":
             raise OptionError("drafter 'none' is the own serial arm, which every bench times anyway")
 
@@ -102,6 +104,10 @@ def run_bench(settings: BenchSettings, folder: Path, report: Report) -> dict[str
             _measure(run, prompts, arms, report)
         except KeyboardInterrupt:
             run.status = "interrupted"
+        except UsageError as error:
+            run.status = f"failed: {error}"
+            _write(run)
+            raise
     return _write(run)
 
 

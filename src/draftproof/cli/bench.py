@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from draftproof.cli.generate import parse_depth
 from draftproof.cli.terminal import progress_line, quiet_transformers, stderr, stdout
@@ -27,8 +28,8 @@ def run(settings: dict[str, Any], out: Path | None, *, json_output: bool) -> int
         sys.stdout.write(json.dumps(results) + "\n")
     else:
         stdout().print(table(results))
-        stdout().print(summary(results), soft_wrap=True)
-    stderr().print(f"raw legs, traces and tokens: {folder}", soft_wrap=True)
+        stdout().print(Text(summary(results)), soft_wrap=True)
+    stderr().print(Text(f"raw legs, traces and tokens: {folder}"), soft_wrap=True)
     if results["status"] == "interrupted":
         return 130
     return 0 if results["num_mismatched_tokens"] == 0 else 1
@@ -36,7 +37,7 @@ def run(settings: dict[str, Any], out: Path | None, *, json_output: bool) -> int
 
 def table(results: dict[str, Any]) -> Table:
     """One line an input: both ratios, tokens per verification, equality."""
-    made = Table(title=f"{results['model']} · {results['dtype']} · claim {results['claim']}")
+    made = Table(title=Text(f"{results['model']} · {results['dtype']} · claim {results['claim']}"))
     made.add_column("input")
     for column in ("tokens", "own serial", results["arm"], "range", "tok/verify", "tok/forward"):
         made.add_column(column, justify="right")
@@ -44,7 +45,7 @@ def table(results: dict[str, Any]) -> Table:
     for row in results["inputs"]:
         serial, speed = row["serial_speedup"], row["speedup"]
         made.add_row(
-            row["label"], str(row["num_tokens"]), _times(serial), _times(speed),
+            Text(row["label"]), str(row["num_tokens"]), _times(serial), _times(speed),
             f"{speed['low']:.2f}-{speed['high']:.2f}" if speed else "",
             _plain(row["tokens_per_verify"]), _plain(row["tokens_per_step"]),
             "yes" if row["first_difference"] is None else f"NO, from token {row['first_difference']}",
@@ -56,6 +57,8 @@ def summary(results: dict[str, Any]) -> str:
     """Three sentences: the median and the worst, the split, the memory and the proof."""
     checked, wrong = results["num_checked_tokens"], results["num_mismatched_tokens"]
     proof = f"{checked} tokens checked against stock, {wrong} mismatched"
+    if not results["inputs"]:
+        return "nothing was measured"
     if results["speedup"] is None:
         return f"{proof}: the speed of an output that differs is withheld."
     whole, serial, gain = results["speedup"], results["serial_speedup"], results["speculation_speedup"]

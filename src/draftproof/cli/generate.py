@@ -6,12 +6,13 @@ import json
 import sys
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from draftproof.cli.terminal import progress_line, quiet_transformers, read_prompt, stderr, stdout
 from draftproof.stats import DecodeStats, decode_stats
 from draftproof.wire import encode
+
+_GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 
 
 def run(
@@ -31,6 +32,7 @@ def run(
                 draft_model, dtype=load["dtype"], device=load["device"], like=engine
             )
     stream = engine.stream(prompt, **request)
+    color = color and stdout().is_terminal  # rich counts FORCE_COLOR as one
     interrupted = False
     try:
         for chunk in stream:
@@ -57,13 +59,11 @@ def parse_depth(text: str) -> int | str:
 
 
 def _show(chunk: Any, *, color: bool) -> None:
-    if color:
-        console = stdout()
-        console.print(f"[green]{escape(chunk.drafted_text)}[/green]{escape(chunk.own_text)}", end="",
-                      soft_wrap=True)  # fmt: skip
-    else:
-        sys.stdout.write(chunk.text)
-        sys.stdout.flush()
+    drafted = chunk.drafted_text
+    if color and drafted:
+        drafted = f"{_GREEN}{drafted}{_PLAIN}"
+    sys.stdout.write(drafted + chunk.own_text)
+    sys.stdout.flush()
 
 
 def _document(done: Any) -> dict[str, Any]:

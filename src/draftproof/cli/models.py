@@ -6,6 +6,7 @@ import json
 import sys
 
 from rich.table import Table
+from rich.text import Text
 
 from draftproof.cli.terminal import progress_line, stderr, stdout
 from draftproof.errors import ModelNotFoundError
@@ -29,7 +30,7 @@ def list_models(*, json_output: bool) -> None:
         table.add_column(column, overflow="fold")
     for model, path in rows:
         size = f"{model.num_bytes / 1e6:.0f} MB"
-        table.add_row(model.name, size, model.licence, str(path) if path else "no", model.summary)
+        table.add_row(model.name, size, model.licence, Text(str(path) if path else "no"), model.summary)
     stdout().print(table)
 
 
@@ -45,4 +46,4 @@ def pull_model(name: str, *, force: bool) -> None:
     with progress_line() as report:
         path = catalog.pull(model, progress=report, force=force)
         catalog.verify(model)
-    stderr().print(f"{model.name} ({model.licence}): {path}", soft_wrap=True)
+    stderr().print(Text(f"{model.name} ({model.licence}): {path}"), soft_wrap=True)

@@ -27,8 +27,9 @@ def stderr() -> Console:
 @contextmanager
 def progress_line() -> Iterator[Report]:
     """A transient progress bar on stderr for (stage, done, total) reports."""
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
-    with Progress(*columns, console=stderr(), transient=True) as bar:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TimeElapsedColumn())
+    console = stderr()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("loading", total=None)
 
         def report(stage: str, done: int, total: int) -> None:

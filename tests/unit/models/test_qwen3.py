@@ -44,7 +44,7 @@ def test_every_step_has_the_bits_of_stock(case: Any, num_rows: int) -> None:
 
 
 def test_the_text_varies(case: Any) -> None:
-    assert all(case.num_changes(n) >= 8 for n in FEW)
+    assert sum(case.num_changes(n) for n in FEW) >= 8 * len(FEW)
 
 
 def test_wrong_drafts_leave_no_trace(case: Any) -> None:

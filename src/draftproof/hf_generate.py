@@ -8,7 +8,7 @@ prepares, logits processors and stopping criteria included, is applied as stock 
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from draftproof.clock import RealClock
 from draftproof.decode import Decoding, speculate
 from draftproof.depth import CostAwareDepth, DepthPolicy, FixedDepth
 from draftproof.drafters.build import DrafterOptions, build_drafter
-from draftproof.errors import DrafterError, OptionError
+from draftproof.errors import DrafterError, OptionError, PromptError
 from draftproof.models.base import Target
 from draftproof.models.generic import GenericTarget
 from draftproof.models.load import ModuleWeights, build_decoder, refusal
@@ -27,7 +27,17 @@ from draftproof.plans import PlanRequest, PlanStore, generic_plan, plan_key
 from draftproof.record import CostCurve, Plan
 from draftproof.rules import Rules, RuleSet
 
-_PREPARED: weakref.WeakKeyDictionary[Any, tuple[Target, Plan, CostCurve]] = weakref.WeakKeyDictionary()
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    """What is kept for a module: how it ran when it was measured, never its weights."""
+
+    how: tuple[Any, ...]
+    plan: Plan
+    curve: CostCurve
+
+
+_MEASURED: weakref.WeakKeyDictionary[Any, _Measured] = weakref.WeakKeyDictionary()
 
 
 def custom_generate(
@@ -55,8 +65,12 @@ def custom_generate(
     """
     _refuse(input_ids, generation_config, kwargs)
     target, plan, curve = _prepare(model)
-    policy: DepthPolicy = CostAwareDepth(curve) if depth == "auto" else FixedDepth(int(depth))
+    policy: DepthPolicy = CostAwareDepth(curve) if depth == "auto" else FixedDepth(_number(depth))
     prompt_ids = input_ids[0].tolist()
+    if generation_config.max_length > target.max_context:
+        raise PromptError(
+            f"{generation_config.max_length} positions asked for, the model has {target.max_context}"
+        )
     max_new = generation_config.max_length - len(prompt_ids)
     rule_set = RuleSet(
         max_new_tokens=max_new, eos_ids=_eos(generation_config), processors=tuple(logits_processor),
@@ -89,9 +103,23 @@ def _refuse(input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> None:
         raise OptionError("draftproof decodes greedily: no sampling, beams or several sequences")
     if config.return_dict_in_generate:
         raise OptionError("return_dict_in_generate is not supported; generate returns ids")
-    mask = kwargs.get("attention_mask")
+    if not config.use_cache:
+        raise OptionError("draftproof decodes with a cache; use_cache=False is not supported")
+    mask, positions, cache = (kwargs.get(name) for name in ("attention_mask", "position_ids", "cache"))
     if mask is not None and not bool((mask == 1).all()):
         raise OptionError("draftproof needs an unpadded prompt: the attention mask holds zeros")
+    if positions is not None and positions.reshape(-1).tolist() != list(range(input_ids.shape[1])):
+        raise OptionError("draftproof counts positions from 0; other position_ids are not supported")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise OptionError("draftproof fills its own cache; a filled one is not supported")
+    if kwargs.get("inputs_embeds") is not None:
+        raise OptionError("draftproof needs token ids; inputs_embeds are not supported")
+
+
+def _number(depth: int | str) -> int:
+    if isinstance(depth, str):
+        raise OptionError(f"depth must be a number or 'auto', got {depth!r}")
+    return depth
 
 
 def _eos(config: Any) -> frozenset[int]:
@@ -100,15 +128,16 @@ def _eos(config: Any) -> frozenset[int]:
 
 
 def _prepare(model: Any) -> tuple[Target, Plan, CostCurve]:
-    """Plan, target and cost curve of a module, made once for it."""
-    if model in _PREPARED:
-        return _PREPARED[model]
+    """Target, plan and cost curve of a module.
+
+    The target is made anew for every call, as it only refers to the module's tensors; plan and curve are
+    kept as long as the module runs the same way.
+    """
     config, dtype, device = model.config.get_text_config(), model.dtype, model.device
+    attention = getattr(config, "_attn_implementation", "sdpa")
     store = PlanStore(device, RealClock())
-    is_sdpa = getattr(config, "_attn_implementation", "sdpa") == "sdpa"
-    if is_sdpa and refusal(config) is None:
-        request = PlanRequest(dtype=dtype, device=device, share=True)
-        plan = store.plan(config, request)
+    if attention == "sdpa" and refusal(config) is None:
+        plan = store.plan(config, PlanRequest(dtype=dtype, device=device, share=True))
         target: Target = build_decoder(config, ModuleWeights(model), plan, dtype=dtype, device=device)
     else:
         generic = GenericTarget(model)
@@ -116,9 +145,12 @@ def _prepare(model: Any) -> tuple[Target, Plan, CostCurve]:
         if why is not None:
             raise DrafterError(why)
         target, plan = generic, replace(generic_plan(dtype, store.fingerprint), claim="guarded")
-    sizes = (config.model_type, config.hidden_size, config.num_hidden_layers, config.vocab_size)
-    key = plan_key(" ".join(map(str, sizes)) + f" {type(target).__name__}", plan)
-    if plan.claim == "guarded":
-        plan = replace(plan, margin_bound=store.margin(target, key))
-    _PREPARED[model] = (target, plan, store.curve(target, key))
-    return _PREPARED[model]
+    how = (config.model_type, config.hidden_size, config.num_hidden_layers, config.vocab_size, attention)
+    known = _MEASURED.get(model)
+    if known is None or known.how != (*how, plan.dtype):
+        key = plan_key(" ".join(map(str, how)) + f" {type(target).__name__}", plan)
+        if plan.claim == "guarded":
+            plan = replace(plan, margin_bound=store.margin(target, key))
+        known = _Measured(how=(*how, plan.dtype), plan=plan, curve=store.curve(target, key))
+        _MEASURED[model] = known
+    return target, known.plan, known.curve
