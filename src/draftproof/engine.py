@@ -117,7 +117,7 @@ def load_target(
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).tolist()
     except (RuntimeError, AssertionError) as error:
         raise OptionError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
     return device

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from draftproof.clock import Clock, RealClock
-from draftproof.errors import EvidenceError, ModelError
+from draftproof.errors import EvidenceError, ModelError, StorageError
 from draftproof.machine import describe, fingerprint
 from draftproof.models.base import Target
 from draftproof.models.build import head_size_of, linear_specs
@@ -154,8 +154,10 @@ class PlanStore:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
                 for line in process.stdout or ():
-                    stage, done, total = json.loads(line)
-                    progress(stage, done, total)
+                    report = json.loads(line)
+                    if isinstance(report, dict):
+                        raise StorageError(report["error"])
+                    progress(*report)
                 code = process.wait()
             except BaseException:
                 process.kill()
@@ -229,7 +231,10 @@ def _probe_as_child(order: dict[str, Any]) -> None:
 
     torch.set_num_threads(order["threads"])
     store = PlanStore(torch.device(order["device"]), RealClock(), refresh=order["refresh"])
-    store.probe(decode(ProbeShapes, order["shapes"]), report)
+    try:
+        store.probe(decode(ProbeShapes, order["shapes"]), report)
+    except StorageError as error:
+        sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
 
 
 if __name__ == "__main__":

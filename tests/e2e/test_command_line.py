@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -118,8 +117,7 @@ class TestGenerate:
             "generate", QUESTION, "--max-new-tokens", str(NUM_NEW), "--stats", "--drafter", "suffix",
             "--depth", "3", "--color",
         )  # fmt: skip
-        assert done.returncode == 0
-        assert re.sub(r"\x1b\[\d+m", "", done.stdout) == stock_text + "\n"
+        assert (done.returncode, done.stdout) == (0, stock_text + "\n")  # no colours in a pipe
         assert "tokens per verification" in done.stderr
         assert "Traceback" not in done.stderr
 

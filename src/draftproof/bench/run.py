@@ -67,7 +67,7 @@ class _Run:
     machine: dict[str, Any] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
     curve: dict[str, Any] = field(default_factory=dict)
-    status: str = "complete"
+    status: str = "running"
 
     @property
     def legs(self) -> list[Leg]:
@@ -102,6 +102,7 @@ def run_bench(settings: BenchSettings, folder: Path, report: Report) -> dict[str
         )
         try:
             _measure(run, prompts, arms, report)
+            run.status = "complete"
         except KeyboardInterrupt:
             run.status = "interrupted"
         except UsageError as error:

@@ -5,6 +5,8 @@ Products are imported inside the handlers, so ``draftproof --help`` loads no tor
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from typing import Any
 
@@ -23,6 +25,7 @@ def main() -> None:
     """Run the command line and exit."""
     try:
         code = app(standalone_mode=False)
+        sys.stdout.flush()
     except UsageError as error:
         code = _fail(str(error), 2)
     except _CLICK_ERROR as error:
@@ -33,6 +36,11 @@ def main() -> None:
         code = _fail(f"{type(error).__name__}: {error}", 1)
     except BrokenPipeError:
         code = 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        code = _fail("No space left on the device that standard output goes to", 2)
+        os._exit(code)  # what is still buffered cannot be written at exit either
     sys.exit(code if isinstance(code, int) else 0)
 
 

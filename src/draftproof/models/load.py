@@ -51,18 +51,27 @@ def resolve(name_or_path: str, dtype: str, progress: catalog.Progress | None = N
         ModelFileError: the file or folder is there but unusable.
     """
     packaged = catalog.find(name_or_path)
-    path = Path(name_or_path).expanduser()
-    if packaged is not None and not path.exists():
+    path = _existing(name_or_path)
+    if packaged is not None and path is None:
         return hub_folder(catalog.pull(packaged, progress=progress), dtype)
-    if path.is_dir():
+    if path is not None and path.is_dir():
         return path.resolve()
-    if path.is_file():
+    if path is not None and path.is_file():
         if path.suffix != ".gguf":
             raise ModelFileError(f"{path} is neither a model folder nor a .gguf file")
         return hub_folder(path.resolve(), dtype)
     near = catalog.suggest(name_or_path)
     hint = f"did you mean {near[0]!r}?" if near else "see `draftproof models` for packaged models"
     raise ModelNotFoundError(f"no model {name_or_path!r}: no packaged model, folder or GGUF file; {hint}")
+
+
+def _existing(name: str) -> Path | None:
+    """The path ``name`` means, if there is anything; names that cannot be paths are none."""
+    try:
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError, ValueError):
+        return None
 
 
 def read_config(folder: Path) -> Any:

@@ -124,7 +124,13 @@ class RuleFactory:
 
 
 def refuse_options(options: dict[str, Any]) -> None:
-    """Refuse settings that are not greedy decoding of one sequence."""
+    """Refuse settings that are not greedy decoding of one sequence, and values that mean nothing."""
+    for name in ("min_new_tokens", "min_length", "no_repeat_ngram_size"):
+        if isinstance(options.get(name), int) and options[name] < 0:
+            raise OptionError(f"{name} must be 0 or more, got {options[name]}")
+    stops = options.get("stop_strings") or []
+    if "" in ([stops] if isinstance(stops, str) else stops):
+        raise OptionError("a stop string must not be empty")
     for name, neutral in _REFUSED.items():
         value = options.get(name, neutral)
         if value != neutral and value is not None:

@@ -153,16 +153,28 @@ class TestText:
         assert out == TRICKY + "\n"
 
     @pytest.mark.parametrize("depth", ["auto", "0", "3"])
-    def test_colour_changes_nothing_but_colour(self, depth: str, run: Run, loading: Loading) -> None:
+    @pytest.mark.parametrize("is_terminal", [False, True])
+    def test_colour_changes_nothing_but_colour(
+        self, is_terminal: bool, depth: str, run: Run, loading: Loading, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """And not even that where nobody would see it."""
+        if is_terminal:
+            monkeypatch.setenv("FORCE_COLOR", "1")
+        else:
+            monkeypatch.delenv("FORCE_COLOR", raising=False)
         loading.target = Spelling(TRICKY)
         _, out, _ = run(max_new_tokens=3 * len(TRICKY.encode()), color=True, depth=depth)
         assert COLOURS.sub("", out) == TRICKY * 3 + "\n"
-        assert (out != COLOURS.sub("", out)) == (depth != "0")
+        assert (out != COLOURS.sub("", out)) == (is_terminal and depth != "0")
 
-    def test_colour_marks_what_was_drafted_and_accepted(self, run: Run) -> None:
+    def test_colour_marks_what_was_drafted_and_accepted(
+        self, run: Run, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("FORCE_COLOR", "1")
         _, out, _ = run(color=True, depth="2", drafter="draft_model", draft_model="itself", max_new_tokens=7)
         # The first token comes from the prompt, then two drafted and one own, twice.
         assert out == "t\x1b[32mhe\x1b[0m \x1b[32mca\x1b[0mt\n"
+        assert run(max_new_tokens=7)[1] == "the cat\n"
 
     def test_long_lines_are_not_broken(self, run: Run, loading: Loading) -> None:
         loading.target = Spelling("word " * 60)
