@@ -5,6 +5,8 @@ The loading half (``load``, ``load_target``) runs on tiny random models; the pac
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
 from draftproof import engine as engines
@@ -266,6 +269,15 @@ class TestOutput:
         drafted = done.trace.rounds[1:]
         assert [r.num_drafted for r in drafted] == [5] * 10
         assert [r.num_accepted for r in drafted] == [5] * 10
+
+    @pytest.mark.parametrize("bound", [None, 0.0, 1e9])
+    def test_under_a_margin_bound_near_ties_are_decided_again(self, bound: float | None) -> None:
+        engine = make_engine()
+        engine.plan = replace(PLAN, claim="guarded", margin_bound=bound)
+        done = engine.generate(PROMPT, max_new_tokens=60, depth=4)
+        assert done.token_ids == TRUTH
+        assert done.plan.margin_bound == bound
+        assert (sum(r.num_redecided for r in done.trace.rounds) > 0) == (bound == 1e9)
 
     def test_an_early_end_is_a_stop(self) -> None:
         end = TRUTH[10]
@@ -610,6 +622,40 @@ class TestLoad:
         prompt = engine.encode("in the other tin")
         want = StockModel(folder, torch.float32, torch.device("cpu")).generate(prompt, 40)
         assert engine.generate(prompt, max_new_tokens=40, drafter=drafter).token_ids == want
+
+    def test_a_margin_belongs_to_weights_and_not_to_a_folders_name(
+        self, tiny_folder: Any, shared_cache: Path, tmp_path: Path
+    ) -> None:
+        """These logits, and so their rounding errors, are 64 times larger."""
+        bounds = []
+        for scale in (1.0, 64.0):
+            folder = tmp_path / str(scale) / "model"
+            shutil.copytree(tiny_folder("gpt2", torch.float32), folder)
+            weights = load_file(folder / "model.safetensors")
+            weights["transformer.ln_f.weight"] *= scale
+            weights["transformer.ln_f.bias"] *= scale
+            save_file(weights, folder / "model.safetensors", {"format": "pt"})
+            bounds.append(engines.load(str(folder), dtype="float32").plan.margin_bound)
+        assert bounds[0] is not None
+        assert bounds[1] is not None
+        assert bounds[1] > 8 * bounds[0]
+
+    @pytest.mark.slow
+    def test_a_draft_model_must_share_every_token(
+        self, tiny_folder: Any, shared_cache: Path, tmp_path: Path
+    ) -> None:
+        folder = tiny_folder("llama", torch.bfloat16)
+        engine = engines.load(str(folder))
+        assert engines.load_target(str(folder), like=engine).vocab_size == engine.target.vocab_size
+        other = tmp_path / "other"
+        shutil.copytree(folder, other)
+        file = other / "tokenizer.json"
+        tokenizer = json.loads(file.read_text())
+        vocab = tokenizer["model"]["vocab"]
+        vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+        file.write_text(json.dumps(tokenizer))
+        with pytest.raises(DrafterError, match="another vocabulary"):
+            engines.load_target(str(other), like=engine)
 
     @pytest.mark.parametrize("claim", ["bitwise", "fixed"])
     def test_a_claim_that_needs_a_row_exact_target(

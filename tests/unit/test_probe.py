@@ -6,6 +6,9 @@ as that is the machine's business. Forms that lie are made by hand.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -82,6 +85,32 @@ def test_one_row_more_is_refuted(spec: LinearSpec, dtype: torch.dtype) -> None:
         not torch.equal(build_form(found.form, w)(x[:num_rows]), one_row_calls(x[:num_rows], w))
         for x, w in cases
     )
+
+
+CHILD = """
+import torch
+from draftproof.clock import RealClock
+from draftproof.ops.linear import LinearSpec
+from draftproof.probe import probe_linear
+for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    spec = LinearSpec(name="down", num_in=1152, parts=(24,))
+    print(probe_linear(spec, dtype, torch.device("cpu"), RealClock()).form)
+"""
+
+
+@pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE"])
+def test_a_processor_with_fewer_instructions(isa: str) -> None:
+    """Zen 3 and most desktop processors have no prepacked bf16 linear: stock runs there, so must we."""
+    environment = {"ONEDNN_MAX_CPU_ISA": isa, "ATEN_CPU_CAPABILITY": "avx2"}
+    run = subprocess.run(
+        [sys.executable, "-c", CHILD],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr.splitlines()[-1]
+    assert len(run.stdout.split()) == 3
 
 
 @pytest.mark.parametrize("num_in", [16, 77, 1152])
