@@ -32,6 +32,7 @@ from draftproof.models.load import (
     resolve,
 )
 from draftproof.models.stock import RuleFactory
+from draftproof.models.weights import identity
 from draftproof.plans import PlanRequest, PlanStore, generic_plan, plan_key
 from draftproof.probe import ClaimRequest, Progress
 from draftproof.record import CostCurve, Plan, Round, Trace
@@ -83,7 +84,7 @@ def load(
     store = PlanStore(place, RealClock(), refresh=refresh)
     request = PlanRequest(claim=claim, dtype=DTYPES[dtype], device=place)
     target, plan = _target(folder, config, store, request, progress)
-    curve = store.curve(target, plan_key(folder.name, plan), progress)
+    curve = store.curve(target, plan_key(identity(folder), plan), progress)
     return Engine(
         target, plan, curve, rule_factory=RuleFactory(folder, place), folder=folder, name=name_or_path,
     )  # fmt: skip
@@ -140,7 +141,7 @@ def _target(
             return generic, plan
         target, plan = generic, replace(plan, claim="guarded")
     if plan.claim == "guarded":
-        plan = replace(plan, margin_bound=store.margin(target, plan_key(folder.name, plan)))
+        plan = replace(plan, margin_bound=store.margin(target, plan_key(identity(folder), plan)))
     return target, plan
 
 

@@ -209,11 +209,11 @@ class PlanStore:
         return bound
 
 
-def plan_key(folder_name: str, plan: Plan) -> str:
+def plan_key(model: str, plan: Plan) -> str:
     """Names a model together with how it is run, for curves and margins."""
     forms = [(e.op, e.shape, e.form, e.max_rows) for e in plan.ops]
     text = canonical([plan.claim, plan.dtype, plan.fixed_rows, forms])
-    return f"{folder_name} {plan.dtype} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    return f"{model} {plan.dtype} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def generic_plan(dtype: torch.dtype, store_fingerprint: str, max_rows: int = MAX_ROWS) -> Plan:

@@ -7,6 +7,7 @@ stays mapped: a decode touches a few of its rows, and only those become resident
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -67,6 +68,13 @@ class Weights:
         if tuple(tensor.shape) != shape:
             raise ModelFileError(f"{name} is {tuple(tensor.shape)}, expected {shape}")
         return tensor.to(device=self._device, dtype=self._dtype)
+
+
+def identity(folder: Path) -> str:
+    """The folder's name and a hash over its weight files' paths, sizes and times: what was measured once."""
+    files = sorted(folder.glob("*.safetensors"))
+    facts = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    return f"{folder.name}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}"
 
 
 def _index(folder: Path) -> dict[str, Path]:

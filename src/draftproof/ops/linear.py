@@ -50,6 +50,8 @@ def reference(x_TK: Tensor, parts_NK: Sequence[Tensor]) -> Tensor:
 
 def has_packed(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether oneDNN's prepacked linear exists for this device and dtype."""
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False  # no such kernel on this processor: oneDNN would raise
     return (
         device.type == "cpu"
         and dtype in (torch.bfloat16, torch.float32)
