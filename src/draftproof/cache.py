@@ -153,6 +153,8 @@ class KVCache:
 
     def begin(self, num_rows: int) -> CacheRows:
         """Reserve ``num_rows`` pending rows in every layer."""
+        if num_rows < 1:
+            raise RollbackError(f"a verification has at least one row, got {num_rows}")
         start = self._length + self._pending
         if start + num_rows > self.capacity or self._pending + num_rows > self.max_rows:
             raise RollbackError(

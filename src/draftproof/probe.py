@@ -103,13 +103,19 @@ def probe_linear(
         if good < MAX_ROWS:
             rejected[form] = "at 1 row" if not good else f"from {good + 1} rows"
         if good:
-            found.append((sum(times.values()) if good > 1 else 1e6 + times[1], form, good, times))
+            found.append((_score(times, good), form, good, times))
     _, form, good, times = min(found)
     rejected.pop(form, None)
     return OpEvidence(
         op=spec.name, shape=spec.shape, form=form, max_rows=good, is_exact=True, seconds_by_rows=times,
         num_checked=len(cases) * MAX_ROWS * (MAX_ROWS + 1) // 2, rejected=rejected,
     )  # fmt: skip
+
+
+def _score(times: dict[int, float], good: int) -> float:
+    """Seconds of one row and of several, in as many calls as the exact row count asks for."""
+    most = max(times)
+    return times[1] + times[most] * -(-most // good) if good > 1 else 1e6 + times[1]
 
 
 def _probe_fixed(spec: LinearSpec, cases: Sequence[_Case], num_rows: int) -> OpEvidence:
@@ -268,6 +274,9 @@ def make_plan(
             ops=tuple(evidence),
         )  # fmt: skip
     can_batch = all(e.max_rows > 1 for e in batched)
+    if request == "bitwise" and not is_all_exact:
+        failed = ", ".join(e.op for e in evidence if not e.is_exact)
+        raise OptionError(f"no bitwise claim here: one row among many has other bits in {failed}")
     is_half = dtype in (torch.bfloat16, torch.float16)
     if is_all_exact and (request == "bitwise" or (request == "auto" and (can_batch or is_half))):
         return Plan(
@@ -299,7 +308,8 @@ def measure_curve(
     """
     contexts = [c for c in CURVE_CONTEXTS if c + 2 * MAX_ROWS <= target.max_context]
     contexts = contexts or [max(target.max_context - 2 * MAX_ROWS, 1)]
-    rows = tuple(r for r in CURVE_ROWS if r <= target.max_rows)
+    most = min(target.max_rows, target.max_context - contexts[0])
+    rows = tuple(r for r in CURVE_ROWS if r <= max(most, 1))
     lines = []
     for done, context in enumerate(contexts):
         if progress:
@@ -332,7 +342,9 @@ def calibrate_margin(target: Target, num_tokens: int = 48, rows: int = 8) -> flo
     A greedy continuation is decoded row by row, then verified ``rows`` at a time over the same tokens. A
     measured bet, not a bound: report tokens checked and mismatches with it.
     """
-    prompt = [(13 * i) % (target.vocab_size - 1) + 1 for i in range(24)]
+    num_prompt = min(24, max(target.max_context // 4, 1))
+    num_tokens = max(min(num_tokens, target.max_context - num_prompt - rows), 1)
+    prompt = [(13 * i) % (target.vocab_size - 1) + 1 for i in range(num_prompt)]
     serial = target.open(len(prompt) + num_tokens + rows)
     token = int(serial.prefill(prompt).argmax())
     tokens, want = [], []

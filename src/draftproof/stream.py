@@ -65,9 +65,12 @@ class Stream:
                 self._prefill_ns = self._clock.now_ns() - start
             self._rounds.append(round_)
             drafted = round_.emitted[: round_.num_accepted]
+            drafted_text = self._text.push(drafted) if drafted else ""
+            own_text = self._text.push(round_.emitted[len(drafted) :])
+            if self._run.rules.is_stopped or not self._run.rules.num_left:
+                own_text += self._text.flush()
             yield Chunk(
-                drafted_text=self._text.push(drafted) if drafted else "",
-                own_text=self._text.push(round_.emitted[len(drafted) :]), token_ids=round_.emitted,
+                drafted_text=drafted_text, own_text=own_text, token_ids=round_.emitted,
                 num_accepted=round_.num_accepted, round=round_,
             )  # fmt: skip
         self._is_finished = True
@@ -102,6 +105,13 @@ class TextStream:
         if after.endswith("�"):
             return ""
         self._start, self._shown = self._shown, len(self._ids)
+        return after[len(before) :]
+
+    def flush(self) -> str:
+        """What is left at the end of the output, half a character included."""
+        before = self._decode(self._ids[self._start : self._shown])
+        after = self._decode(self._ids[self._start :])
+        self._start = self._shown = len(self._ids)
         return after[len(before) :]
 
     def _decode(self, ids: Sequence[int]) -> str:

@@ -32,6 +32,8 @@ class Architecture:
     row_ops: tuple[str, ...]
 
 
+# Stock keeps all positions where a window of 1 should keep none.
+_SMALLEST_WINDOW = 2
 _SILU = ("norm", "rotary", "silu_gate")
 _GELU = ("norm_shifted", "rotary", "gelu_gate")
 ARCHITECTURES = {
@@ -69,7 +71,7 @@ def _existing(name: str) -> Path | None:
     """The path ``name`` means, if there is anything; names that cannot be paths are none."""
     try:
         path = Path(name).expanduser()
-        return path if path.exists() else None
+        return path if name and path.exists() else None
     except (OSError, RuntimeError, ValueError):
         return None
 
@@ -81,7 +83,10 @@ def read_config(folder: Path) -> Any:
         raise ModelFileError(f"{folder} has no config.json: not a model folder")
     try:
         model_type = json.loads(file.read_text(encoding="utf-8")).get("model_type")
-        return AutoConfig.from_pretrained(folder).get_text_config()
+        whole = AutoConfig.from_pretrained(folder)
+        text = whole.get_text_config()
+        text.is_nested = text is not whole
+        return text
     except (OSError, ValueError, KeyError, AttributeError, TypeError, StrictDataclassError) as error:
         if isinstance(error, ValueError) and "model type" in str(error):
             raise ArchitectureError(f"transformers does not know the model type {model_type!r}") from error
@@ -93,6 +98,10 @@ def refusal(config: Any) -> str | None:
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:
         return f"no row-exact target for model type {config.model_type!r}"
+    if getattr(config, "is_nested", False):
+        return "a text model inside a multimodal checkpoint"
+    if (getattr(config, "sliding_window", None) or _SMALLEST_WINDOW) < _SMALLEST_WINDOW:
+        return f"a sliding window of {config.sliding_window}"
     if getattr(config, "quantization_config", None):
         return "quantised weights"
     rope = getattr(config, "rope_parameters", None) or {}

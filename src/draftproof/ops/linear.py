@@ -50,15 +50,18 @@ def reference(x_TK: Tensor, parts_NK: Sequence[Tensor]) -> Tensor:
 
 def has_packed(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether oneDNN's prepacked linear exists for this device and dtype."""
-    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return False  # no such kernel on this processor: oneDNN would raise
-    return (
+    is_there = (
         device.type == "cpu"
         and dtype in (torch.bfloat16, torch.float32)
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     )
+    if not is_there or dtype != torch.bfloat16:
+        return is_there
+    # On a processor without bf16 instructions oneDNN has no such kernel and would raise.
+    supports = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return supports is not None and bool(supports())
 
 
 def candidate_forms(spec: LinearSpec, device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
