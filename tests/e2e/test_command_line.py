@@ -376,7 +376,7 @@ class TestMoreBadInput:
     @pytest.mark.parametrize(
         ("name", "told"),
         [
-            ("", "config.json"),
+            ("", "no model ''"),
             ("smolm2", "did you mean"),
             ("~no-such-user-here/model", "no-such-user-here"),
             ("x" * 300, "xxx"),

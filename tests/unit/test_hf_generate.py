@@ -6,7 +6,7 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from draftproof.errors import DrafterError, OptionError, UsageError
 from draftproof.hf_generate import custom_generate
 from draftproof.models.decoder import DecoderTarget
 from draftproof.models.generic import GenericTarget
+from draftproof.testing import ScriptedDrafter
 
 pytestmark = pytest.mark.slow
 
@@ -223,22 +224,32 @@ class Listener:
 
     def __init__(self) -> None:
         self.ids: list[int] = []
+        self.num_puts = 0
         self.has_ended = False
 
     def put(self, value: torch.Tensor) -> None:
         assert not self.has_ended
+        self.num_puts += 1
         self.ids.extend(value.reshape(-1).tolist())
 
     def end(self) -> None:
         self.has_ended = True
 
 
-def test_a_streamer_gets_every_new_id_and_the_end(model: Any) -> None:
+def test_a_streamer_gets_every_new_id_and_the_end(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    want = stock(model())
+
+    def next_ids(context: Sequence[int], max_tokens: int) -> Sequence[int]:
+        return want[len(context) : len(context) + max_tokens]
+
+    monkeypatch.setattr(module_of_it, "build_drafter", lambda name, options: ScriptedDrafter(next_ids))
     # transformers 5.24 keeps its own ``streamer`` argument from custom functions: it is bound instead.
     listener = Listener()
-    bound = functools.partial(custom_generate, streamer=listener)
+    bound = functools.partial(custom_generate, streamer=listener, depth=4)
     out = model().generate(PROMPT, do_sample=False, max_new_tokens=NUM_NEW, custom_generate=bound)
-    assert listener.ids == out[0, PROMPT.shape[1] :].tolist()
+    assert out[0].tolist() == want
+    assert listener.ids == want[PROMPT.shape[1] :]
+    assert listener.num_puts == 1 + -(-(NUM_NEW - 1) // 5)
     assert listener.has_ended
 
 

@@ -86,11 +86,12 @@ def test_messages_are_json_lines_and_settings_come_first(start: Starter) -> None
             assert worker.ask(request) == {"got": request}
 
 
-@pytest.mark.parametrize("script", [ECHO, "answer(machine={})\ntime.sleep(60)"], ids=["waits", "hangs"])
+@pytest.mark.parametrize("script", [ECHO, "answer(machine={})\ntime.sleep(20)"], ids=["waits", "hangs"])
 def test_leaving_ends_the_process(script: str, start: Starter) -> None:
     with start(script) as worker:
         assert worker._process.poll() is None
     assert is_over(start.processes[0])
+    assert start.processes[0].returncode == -signal.SIGKILL
 
 
 def test_an_exception_inside_ends_the_process_too(start: Starter) -> None:

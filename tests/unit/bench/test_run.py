@@ -240,7 +240,7 @@ class TestMeasuring:
         assert {(kind, d) for kind, d, _ in kinds} == {
             ("stock", None), ("engine", "none"), ("engine", "early_exit"),
         }  # fmt: skip
-        assert ("engine", "early_exit", 5) in kinds
+        assert {("engine", "early_exit", 5), ("engine", "none", "auto")} <= kinds
 
     def test_workers_are_left_whatever_happens(self, bench: Bench) -> None:
         bench()
@@ -260,8 +260,9 @@ class TestMeasuring:
 
     def test_progress_counts_pairs(self, bench: Bench) -> None:
         bench()
-        counted = [(done, total) for stage, done, total in bench.stages if "pair" in stage]
-        assert counted == [(i, 6) for i in range(6)]
+        counted = [stage for stage in bench.stages if "pair" in stage[0]]
+        names = [f"{item['label']}, pair {pair} of 2" for item in SUITE for pair in (1, 2)]
+        assert counted == [(name, i, 6) for i, name in enumerate(names)]
         assert any("warm" in stage for stage, _, _ in bench.stages)
 
 
@@ -392,6 +393,17 @@ class TestWithholding:
         assert [row["first_difference"] for row in results["inputs"]] == [None, 19, None]
         assert [results[name] for name in (*SPEEDS, "worst_input")] == [None] * 4
         assert results["inputs"][1]["speedup"] is None
+
+    def test_the_first_difference_is_the_first_of_any_leg(self, bench: Bench) -> None:
+        def tamper(kind: str, request: dict[str, Any], n: int, ids: list[int]) -> list[int]:
+            for place, drafter in ((5, "auto"), (9, "none")):
+                ids = wrong_at(place, drafter)(kind, request, n, ids)
+            return ids
+
+        bench.workers.tamper = tamper
+        results = bench(labels=("one",), pairs=1)
+        assert results["inputs"][0]["first_difference"] == 5
+        assert results["num_mismatched_tokens"] == 2
 
     def test_a_shorter_output_differs_where_it_ends(self, bench: Bench) -> None:
         bench.workers.tamper = lambda kind, request, n, ids: ids[:15] if request["drafter"] == "auto" else ids

@@ -110,6 +110,14 @@ class TestGenerate:
             {"stats": True, "color": True, "json_output": True},
         )
 
+    @pytest.mark.parametrize(
+        ("flag", "name"), [("--stats", "stats"), ("--color", "color"), ("--json", "json_output")]
+    )
+    def test_every_flag_alone(self, flag: str, name: str, invoke: Invoke, seen: dict[str, Any]) -> None:
+        invoke("generate", "hi", flag)
+        flags = {"stats": False, "color": False, "json_output": False}
+        assert seen["generate.run"][1] == {**flags, name: True}
+
     def test_zeros_are_not_taken_for_absent(self, invoke: Invoke, seen: dict[str, Any]) -> None:
         invoke("generate", "hi", "--repetition-penalty", "0", "--min-new-tokens", "0", "--exit-layer", "0")
         request = seen["generate.run"][0][2]

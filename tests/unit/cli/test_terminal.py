@@ -45,12 +45,20 @@ def test_progress_leaves_no_trace_on_stdout_and_none_where_nobody_watches(
     assert captured.err == ""
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
 @pytest.mark.parametrize("stage", ["news, pair 1 of 3", "[/bold] label", "[red]x[/red]", "a\\"])
-def test_progress_takes_any_stage(stage: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_shows_any_stage_as_it_is(
+    stage: str, is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A label of a user's own suite ends up in the stage."""
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    if is_terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
     with progress_line() as report:
         report(stage, 1, 2)
-    assert capsys.readouterr().out == ""
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert (stage in captured.err) == is_terminal
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt()], ids=repr)

@@ -6,7 +6,7 @@ import inspect
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,21 +96,21 @@ def _make_pair(folder: Path, dtype: torch.dtype, claim: Any) -> Pair:
 
 
 @pytest.fixture(scope="session")
-def pair(
-    tiny_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., Pair]]:
+def pair(tiny_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
     """``pair(kind, dtype, claim="bitwise", **config)``, made once a session."""
     made: dict[str, Pair] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DRAFTPROOF_CACHE", str(tmp_path_factory.mktemp("plans")))
+    folder = tmp_path_factory.mktemp("plans")
 
-        def make(kind: str, dtype: torch.dtype, claim: str = "bitwise", **config: Any) -> Pair:
-            key = f"{kind} {dtype} {claim} {sorted(config.items())}"
-            if key not in made:
+    def make(kind: str, dtype: torch.dtype, claim: str = "bitwise", **config: Any) -> Pair:
+        key = f"{kind} {dtype} {claim} {sorted(config.items())}"
+        if key not in made:
+            # Not for the whole session: other tests look for the pulled model.
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("DRAFTPROOF_CACHE", str(folder))
                 made[key] = _make_pair(tiny_folder(kind, dtype, **config), dtype, claim)
-            return made[key]
+        return made[key]
 
-        yield make
+    return make
 
 
 @pytest.fixture
