@@ -30,6 +30,8 @@ bench: .venv/.ready
 	$(PY) -m draftproof bench $(BENCH_ARGS)
 
 test: .venv/.ready
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null \
+		|| { apt-get update -qq && apt-get install -y -qq chromium chromium-driver; }
 	$(PY) -m draftproof models pull
 	@$(MAKE) --no-print-directory check
 	$(PY) -m pytest $(PYTEST_ARGS)

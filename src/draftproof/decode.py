@@ -81,7 +81,7 @@ def speculate(
             num_offered=len(draft.ids), num_drafted=len(ids), num_accepted=done.num_accepted,
             emitted=done.emitted, num_redecided=num_redecided, num_forwards=1 + num_redecided,
             reason=decision.reason, expected_tokens=decision.expected_tokens, draft_ns=drafted - start,
-            verify_ns=verified - drafted, commit_ns=run.clock.now_ns() - verified,
+            verify_ns=verified - drafted, commit_ns=run.clock.now_ns() - verified, offered=draft.ids,
         )  # fmt: skip
         last, position, index = done.emitted[-1], position + len(done.emitted), index + 1
 

@@ -53,6 +53,8 @@ class Round:
     ``position`` is the number of tokens (prompt included) before the round's first emitted token;
     ``num_drafted`` the draft tokens verified; ``emitted`` the accepted tokens and the bonus token, cut
     where the output ended. ``num_redecided`` counts near-ties decided again by one-row arithmetic.
+    ``offered`` holds every id the drafter proposed, verified or not; a trace written before it existed
+    holds none.
     """
 
     index: int
@@ -69,8 +71,10 @@ class Round:
     draft_ns: int = 0
     verify_ns: int = 0
     commit_ns: int = 0
+    offered: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        _require(len(self.offered) in (0, self.num_offered), "a round lists all it was offered")
         _require(self.num_drafted <= self.num_offered, "a round drafted more than it was offered")
         _require(self.num_accepted <= self.num_drafted, "a round accepted more than it drafted")
         _require(len(self.emitted) >= 1, "a round emitted nothing")
@@ -207,11 +211,40 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """What a decode loop reports of itself through ``Workload.report_stats``; a claim, not a measurement.
+
+    ``steps`` forwards after the prompt's, ``verifies`` those that checked a draft, ``drafted`` and
+    ``accepted`` draft tokens, ``tokens`` emitted by them.
+    """
+
+    steps: int = 0
+    verifies: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    tokens: int = 0
+
+    def __post_init__(self) -> None:
+        values = (self.steps, self.verifies, self.drafted, self.accepted, self.tokens)
+        _require(all(value >= 0 for value in values), "a counter is never negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Leg:
     """One timed decode of one prompt by one arm.
 
-    ``order`` counts all legs of the run; ``start_ns`` is monotonic; ``peak_bytes`` is the arm's process
-    peak resident memory when the leg ended; ``tokens_sha256`` hashes the ids joined by commas.
+    Attributes:
+        order: counts all legs of the run.
+        start_ns: monotonic.
+        num_tokens: emitted tokens (for audio without tokens, frames).
+        tokens_sha256: hash of the ids joined by commas, or of the output's bytes where it has no ids.
+        peak_bytes: peak resident memory of the arm's process during this leg, or since it started where
+            the system cannot reset the peak (``Machine`` says nothing about which; compare arms only).
+        peak_cuda_bytes: peak memory allocated by torch on CUDA, ``None`` elsewhere.
+        is_first_seen: this arm's process had not seen the prompt before.
+        num_forwards: forwards after the prompt's, counted by the harness; ``None`` where it could not count.
+        counters: what the arm reported of itself, ``None`` if it reported nothing.
+        host: the machine that ran the leg, where a run has several.
     """
 
     label: str
@@ -223,7 +256,29 @@ class Leg:
     num_tokens: int
     tokens_sha256: str
     peak_bytes: int
+    peak_cuda_bytes: int | None = None
+    is_first_seen: bool = False
+    num_forwards: int | None = None
+    counters: Counters | None = None
+    host: str = ""
 
     def __post_init__(self) -> None:
         _require(self.duration_ns > 0, "a leg takes time")
         _require(self.num_tokens > 0, "a leg emits tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFloor:
+    """How fast this machine can read the weights once: no forward over all of them can be faster.
+
+    ``bytes_per_second`` is the fastest of several reads of a buffer of ``num_bytes``, the size of the
+    weights (or the largest part of them that was read), with the threads of the run.
+    """
+
+    num_bytes: int
+    bytes_per_second: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of one read."""
+        return self.num_bytes / self.bytes_per_second

@@ -168,6 +168,7 @@ def test_one_round_worked_out(num_right: int) -> None:
         index=1, position=4, source="scripted", num_offered=4, num_drafted=4, num_accepted=num_right,
         emitted=tuple(TRUTH[1 : num_right + 2]), num_forwards=1, reason="fixed", draft_ns=TICK_NS,
         verify_ns=TICK_NS, commit_ns=TICK_NS,
+        offered=tuple(t if i < num_right else (t + 1) % 8 for i, t in enumerate(TRUTH[1:5])),
     )  # fmt: skip
     assert run.session.tokens == [*PROMPT, *TRUTH[: num_right + 1]]
     assert (run.session.num_forwards, run.session.num_rows) == (1, 5)
@@ -180,6 +181,7 @@ def test_a_round_without_a_draft_is_a_serial_step() -> None:
     rounds = list(speculate(run, PROMPT, ScriptedDrafter(lambda *_: []), FixedDepth(4)))
     assert emitted(rounds) == TRUTH[:3]
     assert [(r.source, r.num_offered, r.num_drafted) for r in rounds[1:]] == [("none", 0, 0)] * 2
+    assert [r.offered for r in rounds] == [()] * 3
     assert run.session.num_rows == run.session.num_forwards == 2
 
 
@@ -195,6 +197,7 @@ def test_a_draft_is_cut_to_what_was_asked_and_what_was_chosen(
     next(source)
     done = next(source)
     assert (done.num_offered, done.num_drafted, done.num_accepted) == (9, num_drafted, num_drafted)
+    assert done.offered == tuple(TRUTH[1:10]), "all of it, also what was not verified"
     assert done.source == ("inner" if num_drafted else "none")
     assert (done.reason, done.expected_tokens) == ("spy", 2.5)
     assert list(done.emitted) == TRUTH[1 : num_drafted + 2]

@@ -13,8 +13,9 @@ import torch
 import transformers
 
 from draftproof import machine
-from draftproof.machine import describe, fingerprint, peak_bytes
-from draftproof.record import Machine
+from draftproof.machine import describe, fingerprint, memory_floor, peak_bytes, peak_cuda_bytes, reset_peaks
+from draftproof.record import Machine, MemoryFloor
+from draftproof.testing import FakeClock
 
 CPU = torch.device("cpu")
 RECORD = Machine(
@@ -142,3 +143,77 @@ def test_peak_memory_without_a_kernel_that_tells(monkeypatch: pytest.MonkeyPatch
     assert peak_bytes() == pytest.approx(kilobytes * 1024, rel=0.05)
     monkeypatch.setattr(machine.platform, "system", lambda: "Darwin")
     assert peak_bytes() == pytest.approx(kilobytes, rel=0.05)
+
+
+RESET = """
+import torch
+from draftproof.machine import peak_bytes, peak_cuda_bytes, reset_peaks
+cpu = torch.device("cpu")
+held = torch.ones(100 << 20, dtype=torch.uint8)
+high = peak_bytes()
+del held
+reset_peaks(cpu)
+low = peak_bytes()
+held = torch.ones(30 << 20, dtype=torch.uint8)
+print(high, low, peak_bytes(), peak_cuda_bytes(cpu))
+"""
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="only Linux resets the resident peak")
+def test_a_reset_starts_a_new_peak() -> None:
+    run = subprocess.run([sys.executable, "-c", RESET], capture_output=True, text=True, check=True)
+    *sizes, cuda = run.stdout.split()
+    high, low, again = map(int, sizes)
+    assert high - low == pytest.approx(100 << 20, rel=0.1)
+    assert again - low == pytest.approx(30 << 20, rel=0.1)
+    assert cuda == "None"
+
+
+def test_where_the_peak_cannot_be_reset_it_counts_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "Path", lambda path: tmp_path / "no" / "such" / "folder")
+    reset_peaks(CPU)
+
+
+def test_on_cuda_the_peak_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, str]] = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda d: calls.append(("reset", str(d))))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda d: calls.append(("read", str(d))) or 77)
+    reset_peaks(CPU)
+    assert peak_cuda_bytes(CPU) is None
+    assert calls == []
+    device = torch.device("cuda:1")
+    reset_peaks(device)
+    assert peak_cuda_bytes(device) == 77
+    assert calls == [("reset", "cuda:1"), ("read", "cuda:1")]
+
+
+class Ticks:
+    """A clock whose readings are given."""
+
+    def __init__(self, *readings: int) -> None:
+        self._readings = list(readings)
+
+    def now_ns(self) -> int:
+        return self._readings.pop(0)
+
+
+def test_the_memory_floor_is_the_fastest_of_the_reads() -> None:
+    """Ten reads of 4000 bytes; the seventh took 500 ns, the others 1000 and more."""
+    took = [1000, 3000, 1000, 2000, 4000, 1000, 500, 1000, 2000, 1000]
+    readings = [t for i, ns in enumerate(took) for t in (i * 10_000, i * 10_000 + ns)]
+    found = memory_floor(4000, CPU, Ticks(*readings))
+    assert found == MemoryFloor(num_bytes=4000, bytes_per_second=4000 / 500e-9)
+    assert found.seconds == pytest.approx(500e-9, rel=1e-12)
+
+
+def test_the_memory_floor_of_huge_weights_is_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a part is read; the rate is that part's, the floor that of all the bytes."""
+    monkeypatch.setattr(machine, "_MOST_BYTES", 400)
+    found = memory_floor(4000, CPU, FakeClock(tick_ns=100))
+    assert found == MemoryFloor(num_bytes=4000, bytes_per_second=400 / 100e-9)
+    assert found.seconds == pytest.approx(1000e-9, rel=1e-12)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 3])
+def test_the_memory_floor_of_next_to_nothing_exists(num_bytes: int) -> None:
+    assert memory_floor(num_bytes, CPU, FakeClock()).bytes_per_second > 0

@@ -11,10 +11,12 @@ from draftproof.errors import EvidenceError
 from draftproof.record import (
     EMPTY_DRAFT,
     CostCurve,
+    Counters,
     Decision,
     Draft,
     Leg,
     Machine,
+    MemoryFloor,
     OpEvidence,
     Plan,
     Round,
@@ -45,6 +47,8 @@ RECORDS = [
     CURVE,
     MACHINE,
     LEG,
+    Counters(steps=1),
+    MemoryFloor(num_bytes=10, bytes_per_second=4.0),
 ]
 
 
@@ -95,6 +99,17 @@ def test_a_round_that_cannot_be_true_is_refused(change: dict[str, Any], message:
 )
 def test_rounds_at_the_limits_are_accepted(change: dict[str, Any]) -> None:
     assert all(getattr(replace(ROUND, **change), name) == value for name, value in change.items())
+
+
+@pytest.mark.parametrize("offered", [(5,), (5, 6, 8), (5, 6, 8, 9, 9)])
+def test_a_round_lists_all_it_was_offered_or_nothing(offered: tuple[int, ...]) -> None:
+    with pytest.raises(EvidenceError, match="lists all it was offered"):
+        replace(ROUND, offered=offered)
+
+
+def test_a_round_may_list_what_it_was_offered() -> None:
+    assert ROUND.offered == ()
+    assert replace(ROUND, offered=(5, 6, 8, 9)).offered == (5, 6, 8, 9)
 
 
 def test_a_trace_joins_what_its_rounds_emitted() -> None:
@@ -151,6 +166,32 @@ def test_a_fixed_plan_of_one_row_is_a_plan() -> None:
 def test_a_leg_without_time_or_tokens_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(EvidenceError, match="a leg"):
         replace(LEG, **change)
+
+
+def test_a_leg_says_only_what_was_measured() -> None:
+    """What an arm, a system or a single machine cannot tell is absent."""
+    assert (LEG.peak_cuda_bytes, LEG.num_forwards, LEG.counters) == (None, None, None)
+    assert (LEG.is_first_seen, LEG.host) == (False, "")
+    told = {"peak_cuda_bytes": 5, "num_forwards": 2, "counters": Counters(steps=2), "host": "a:1"}
+    full = replace(LEG, **told)
+    assert {name: getattr(full, name) for name in told} == told
+
+
+@pytest.mark.parametrize("name", ["steps", "verifies", "drafted", "accepted", "tokens"])
+def test_a_counter_is_never_negative(name: str) -> None:
+    assert getattr(Counters(), name) == 0
+    assert getattr(Counters(**{name: 3}), name) == 3
+    with pytest.raises(EvidenceError, match="never negative"):
+        Counters(**{name: -1})
+
+
+def test_counters_may_lie() -> None:
+    """They are a claim: more accepted than drafted is for the judge to find, not for the record."""
+    assert Counters(accepted=9, drafted=1).accepted == 9
+
+
+def test_the_memory_floor_in_seconds() -> None:
+    assert MemoryFloor(num_bytes=10, bytes_per_second=4.0).seconds == 2.5
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from draftproof.record import Leg, Round, Trace
+from draftproof.errors import EvidenceError
+from draftproof.record import Counters, Leg, Round, Trace
 from draftproof.stats import (
     DecodeStats,
+    GeometricMean,
     RatioStats,
     bootstrap_median,
     count_mismatches,
+    counter_stats,
     decode_stats,
     first_difference,
+    geometric_mean,
+    median_stats,
+    pair_noise,
     paired_ratios,
     summarise,
 )
@@ -63,6 +74,52 @@ def test_a_decode_without_steps_has_no_rates(rounds: tuple[Round, ...], num_toke
         steps=0, verifies=0, drafted=0, accepted=0, tokens=num_tokens, redecided=0, acceptance_rate=None,
         tokens_per_verify=None, tokens_per_step=None, draft_ns=0, verify_ns=0, commit_ns=0,
     )  # fmt: skip
+
+
+COUNTED = Counters(steps=6, verifies=3, drafted=10, accepted=5, tokens=8)
+
+
+def test_medians_of_counters_and_rates_derived_from_them() -> None:
+    runs = [
+        counter_stats(COUNTED),
+        counter_stats(Counters(steps=2, verifies=2, drafted=4, accepted=4, tokens=6)),
+        counter_stats(Counters(steps=10, verifies=1, drafted=2, accepted=0, tokens=10)),
+    ]
+    assert median_stats(runs) == {
+        "steps": 6, "verifies": 2, "drafted": 4, "accepted": 4, "tokens": 8, "acceptance_rate": 1.0,
+        "tokens_per_verify": 3.0, "tokens_per_step": 8 / 6,
+    }  # fmt: skip
+    halves = median_stats(runs[:2])
+    assert halves is not None
+    assert (halves["steps"], halves["verifies"], halves["accepted"]) == (4, 2.5, 4.5)
+    assert (halves["tokens_per_verify"], halves["acceptance_rate"]) == (7 / 2.5, 4.5 / 7)
+    assert isinstance(halves["steps"], int)
+
+
+def test_a_trace_and_the_same_run_reported_publish_the_same() -> None:
+    """The prompt's own token is in a trace and not in what a loop reports."""
+    rounds = (PROMPT, _round(1, 6, 3, 3, 4), _round(2, 10, 4, 0, 1), _round(3, 11, 0, 0, 1))
+    traced = decode_stats(Trace(num_prompt=5, prefill_ns=0, rounds=rounds))
+    reported = Counters(steps=3, verifies=2, drafted=7, accepted=3, tokens=6)
+    assert replace(traced, draft_ns=0, verify_ns=0, commit_ns=0) == counter_stats(reported)
+    assert median_stats([traced]) == median_stats([counter_stats(reported)])
+
+
+def test_serial_counters_have_one_token_a_step_and_no_rates_of_drafts() -> None:
+    assert median_stats([counter_stats(Counters(steps=63, tokens=63))]) == {
+        "steps": 63, "verifies": 0, "drafted": 0, "accepted": 0, "tokens": 63, "acceptance_rate": None,
+        "tokens_per_verify": None, "tokens_per_step": 1.0,
+    }  # fmt: skip
+
+
+def test_nothing_counted_has_no_rates_and_no_run_no_stats() -> None:
+    assert median_stats([]) is None
+    empty = decode_stats(Trace(num_prompt=5, prefill_ns=0, rounds=()))
+    for run in (empty, counter_stats(Counters())):
+        assert median_stats([run]) == {
+            **dict.fromkeys(("steps", "verifies", "drafted", "accepted", "tokens"), 0),
+            **dict.fromkeys(("acceptance_rate", "tokens_per_verify", "tokens_per_step")),
+        }
 
 
 def _leg(label: str, arm: str, pair: int, duration_ns: int) -> Leg:
@@ -128,6 +185,80 @@ def test_intervals_depend_on_the_values_and_the_seed_alone() -> None:
     assert found == [bootstrap_median(values, seed) for seed in range(12)]
     assert len(set(found)) > 1
     assert summarise(values, seed=3).interval == found[3]
+
+
+@pytest.mark.parametrize(
+    ("values", "value", "interval"),
+    [
+        ([3.0], 3.0, None),
+        ([1.0, 4.0], 2.0, None),
+        # All three draws the least value: 1/27, more than 2.5 %.
+        ([4.0, 1.0, 2.0], 2.0, (1.0, 4.0)),
+        ([0.5, 0.5, 0.5, 0.5], 0.5, (0.5, 0.5)),
+        ([1.1, 1.1, 1.1], 1.1, (1.1, 1.1)),
+    ],
+)
+def test_geometric_means_worked_out(
+    values: list[float], value: float, interval: tuple[float, float] | None
+) -> None:
+    got = geometric_mean(values)
+    assert got.value == pytest.approx(value, rel=1e-15)
+    assert got.interval == (None if interval is None else pytest.approx(interval, rel=1e-15))
+
+
+def test_identical_values_leave_no_trace_of_rounding() -> None:
+    assert geometric_mean([1.1] * 7) == GeometricMean(value=1.1, interval=(1.1, 1.1))
+
+
+def test_an_interval_of_the_geometric_mean_covers_and_narrows() -> None:
+    """Checked against the normal interval of the mean of the logarithms."""
+    logs = np.random.default_rng(1).normal(0.5, 0.2, 400)
+    got = geometric_mean([math.exp(log) for log in logs], seed=5)
+    assert got.interval is not None
+    half = 1.96 * logs.std() / 20
+    assert np.log(got.interval) == pytest.approx([logs.mean() - half, logs.mean() + half], abs=half / 10)
+    assert got == geometric_mean([math.exp(log) for log in logs], seed=5)
+    assert got.interval != geometric_mean([math.exp(log) for log in logs], seed=6).interval
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=2))
+def test_a_ratio_and_its_inverse_weigh_alike(values: list[float]) -> None:
+    inverse = geometric_mean([1 / value for value in values]).value
+    assert geometric_mean(values).value == pytest.approx(1 / inverse)
+
+
+def test_noise_of_a_pair_worked_out() -> None:
+    """Differences of the logarithms 0.1, 0.2 and 0.3: their mean is 0.2."""
+    ratios = [2.0, 2 * math.exp(0.1), 2 * math.exp(0.3)]
+    assert pair_noise(ratios) == pytest.approx(0.2 * math.sqrt(math.pi) / 2)
+    assert pair_noise(ratios[:2]) is None
+    assert pair_noise([]) is None
+    assert pair_noise([1.1, 1.1, 1.1]) == 0.0
+
+
+def test_noise_of_a_pair_estimates_the_deviation_of_normal_noise() -> None:
+    draws = np.random.default_rng(2).lognormal(0.7, 0.05, (4000, 5))
+    found = [pair_noise(row) for row in draws.tolist()]
+    assert np.mean([noise for noise in found if noise is not None]) == pytest.approx(0.05, rel=0.02)
+    assert np.median([noise for noise in found if noise is not None]) == pytest.approx(0.05, rel=0.05)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0.01, 100), min_size=3, max_size=8), st.floats(0.01, 100))
+def test_noise_is_relative(ratios: list[float], factor: float) -> None:
+    want = pytest.approx(pair_noise(ratios), abs=1e-9)
+    assert pair_noise([factor * ratio for ratio in ratios]) == want
+    assert pair_noise([1 / ratio for ratio in ratios]) == want
+    assert pair_noise(ratios[::-1]) == want
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, math.inf, math.nan])
+def test_a_ratio_that_cannot_be_is_refused(wrong: float) -> None:
+    with pytest.raises(EvidenceError, match="positive and finite"):
+        pair_noise([1.0, wrong, 2.0])
+    with pytest.raises(EvidenceError, match="positive and finite"):
+        geometric_mean([1.0, wrong])
 
 
 @pytest.mark.parametrize(

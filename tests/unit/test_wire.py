@@ -22,10 +22,12 @@ from draftproof import record, stats, wire
 from draftproof.errors import EvidenceError, StorageError
 from draftproof.record import (
     CostCurve,
+    Counters,
     Decision,
     Draft,
     Leg,
     Machine,
+    MemoryFloor,
     OpEvidence,
     Plan,
     Round,
@@ -35,7 +37,7 @@ from draftproof.record import (
 ROUND = Round(
     index=0, position=3, source="sam", num_offered=5, num_drafted=4, num_accepted=1, emitted=(7, 0),
     num_redecided=2, num_forwards=3, reason="cost", expected_tokens=0.1 + 0.2, draft_ns=1, verify_ns=2**60,
-    commit_ns=3,
+    commit_ns=3, offered=(7, 1, 2, 3, 4),
 )  # fmt: skip
 OP = OpEvidence(
     op="qkv", shape=(8, 4), form="spaced:64", max_rows=10, is_exact=True, num_checked=9,
@@ -58,8 +60,11 @@ FULL = [
     ),
     Leg(
         label="a", arm="stock", pair=1, order=2, start_ns=3, duration_ns=4, num_tokens=5, tokens_sha256="ab",
-        peak_bytes=6,
+        peak_bytes=6, peak_cuda_bytes=7, is_first_seen=True, num_forwards=8,
+        counters=Counters(steps=1, verifies=2, drafted=3, accepted=4, tokens=5), host="h",
     ),
+    Counters(steps=1, verifies=2, drafted=3, accepted=4, tokens=5),
+    MemoryFloor(num_bytes=3, bytes_per_second=0.1 + 0.2),
     stats.decode_stats(Trace(num_prompt=3, prefill_ns=17, rounds=(ROUND,))),
     stats.RatioStats(median=1.5, low=1.0, high=2.0, interval=(1.25, 1.75), num_pairs=3),
 ]  # fmt: skip

@@ -12,13 +12,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from draftproof import stats
 from draftproof.clock import Clock
 from draftproof.errors import UsageError
-from draftproof.record import Leg
-from draftproof.wire import tokens_sha256
+from draftproof.folder import Decode
+from draftproof.record import Counters, Leg, Trace
+from draftproof.wire import decode, tokens_sha256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,15 +31,6 @@ class Arm:
     worker: Worker
     drafter: str | None = None
     depth: int | str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimedDecode:
-    """One leg with what it emitted; ``trace`` is the engine's own record, ``None`` for stock."""
-
-    leg: Leg
-    token_ids: tuple[int, ...]
-    trace: dict[str, Any] | None
 
 
 class Worker:
@@ -102,31 +95,53 @@ class Worker:
 
 @dataclass(slots=True, kw_only=True)
 class Stopwatch:
-    """Times legs; counts them over the whole run."""
+    """Times legs; counts them over the whole run and knows which process has seen which prompt."""
 
     clock: Clock
+    options: dict[str, Any] = field(default_factory=dict)
     num_legs: int = 0
+    _seen: set[tuple[int, tuple[int, ...]]] = field(default_factory=set)
 
-    def time(self, arm: Arm, label: str, pair: int, prompt_ids: Sequence[int], max_new: int) -> TimedDecode:
+    def time(self, arm: Arm, label: str, pair: int, prompt_ids: Sequence[int], max_new: int) -> Decode:
         """Decode ``prompt_ids`` once with ``arm``."""
         request = {
             "prompt_ids": list(prompt_ids), "max_new_tokens": max_new, "drafter": arm.drafter,
-            "depth": arm.depth,
+            "depth": arm.depth, "options": self.options,
         }  # fmt: skip
+        seen = (id(arm.worker), tuple(prompt_ids))
         start = self.clock.now_ns()
         reply = arm.worker.ask(request)
         duration = self.clock.now_ns() - start
         ids = tuple(reply["token_ids"])
+        trace = decode(Trace, reply["trace"]) if reply.get("trace") is not None else None
         leg = Leg(
             label=label, arm=arm.name, pair=pair, order=self.num_legs, start_ns=start, duration_ns=duration,
             num_tokens=len(ids), tokens_sha256=tokens_sha256(ids), peak_bytes=reply["peak_bytes"],
+            peak_cuda_bytes=reply.get("peak_cuda_bytes"), is_first_seen=seen not in self._seen,
+            num_forwards=reply.get("num_forwards"), counters=_counters(trace),
         )  # fmt: skip
+        self._seen.add(seen)
         self.num_legs += 1
-        return TimedDecode(leg=leg, token_ids=ids, trace=reply.get("trace"))
+        return Decode(leg=leg, token_ids=ids, trace=trace)
 
     def pair(
         self, arms: Sequence[Arm], label: str, pair: int, prompt_ids: Sequence[int], max_new: int
-    ) -> list[TimedDecode]:
-        """One leg of every arm, the order reversed in odd pairs."""
-        order = list(arms) if pair % 2 == 0 else list(reversed(arms))
+    ) -> list[Decode]:
+        """One leg of every arm, the order reversed in even pairs.
+
+        The judged arm comes last in ``arms``, so the first pair begins with it: its first decode of a
+        prompt comes before any other decode of it in the same process.
+        """
+        order = list(reversed(arms)) if pair % 2 == 0 else list(arms)
         return [self.time(arm, label, pair, prompt_ids, max_new) for arm in order]
+
+
+def _counters(trace: Trace | None) -> Counters | None:
+    """What the engine's own trace says it did, to be compared with what was counted."""
+    if trace is None:
+        return None
+    told = stats.decode_stats(trace)
+    return Counters(
+        steps=told.steps, verifies=told.verifies, drafted=told.drafted, accepted=told.accepted,
+        tokens=told.tokens - 1,  # the first comes from the prompt's own forward
+    )  # fmt: skip

@@ -1,35 +1,56 @@
 """The bench: stock in its own process, the engine in another, interleaved pairs, every token compared.
 
-Writes the run folder as it goes (after every input), so an interrupted run keeps what it measured:
-``run.json``, ``legs.jsonl``, ``trace.jsonl`` (hash-chained), ``tokens.jsonl``.
+Writes the run folder as it goes (after every input), so an interrupted run keeps what it measured and can be
+resumed. What is published is computed from the raw rows by ``draftproof.results``.
 """
 
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from draftproof import engine as engines
-from draftproof import stats
-from draftproof.bench.pair import Arm, Stopwatch, TimedDecode, Worker
+from draftproof import results
 from draftproof.bench.prompts import BenchInput, build_prompt, diverse_inputs, read_suite
+from draftproof.bench.provenance import provenance
+from draftproof.bench.station import Station, StationSettings
 from draftproof.clock import RealClock
-from draftproof.errors import OptionError, UsageError
+from draftproof.engine import Engine
+from draftproof.errors import EvidenceError, OptionError, UsageError
+from draftproof.folder import (
+    CHAINED,
+    RUN,
+    STOCK,
+    Decode,
+    Evidence,
+    read_chained,
+    read_json,
+    salvage,
+    write_run,
+)
+from draftproof.machine import describe, memory_floor
+from draftproof.models.decoder import DecoderTarget
 from draftproof.models.load import load_tokenizer, resolve
-from draftproof.record import Leg, Trace
-from draftproof.wire import FORMAT_VERSION, canonical, chain, decode, encode, write_atomic, write_lines
+from draftproof.stream import TextStream
+from draftproof.wire import check_version, tokens_sha256
 
 Report = Callable[[str, int, int], None]
-STOCK, SERIAL = "stock", "serial"
+AGAIN = "stock-again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSettings:
-    """Everything that decides what a bench measures; written to ``run.json`` as it was used."""
+    """Everything that decides what a bench measures; written to ``run.json`` as it was used.
+
+    ``drafter='stock'`` compares stock with itself (A/A). ``stop='fixed'`` keeps every output at
+    ``max_new_tokens`` by masking the end tokens in both arms; ``natural`` lets the model end it.
+    """
 
     model: str
     drafter: str = "auto"
@@ -39,6 +60,8 @@ class BenchSettings:
     pairs: int = 3
     max_new_tokens: int = 256
     prompt_len: int = 512
+    stop: str = "natural"
+    chat: bool | None = None
     dtype: str = "bfloat16"
     device: str = "cpu"
     claim: str = "auto"
@@ -53,66 +76,157 @@ class BenchSettings:
             raise OptionError(f"max_new_tokens must be 1 or more, got {self.max_new_tokens}")
         if self.drafter == "none":
             raise OptionError("drafter 'none' is the own serial arm, which every bench times anyway")
-
-
-@dataclass(slots=True, kw_only=True)
-class _Run:
-    """What a bench has gathered so far."""
-
-    settings: BenchSettings
-    folder: Path
-    model: Path
-    started: str
-    decodes: list[tuple[str, TimedDecode]] = field(default_factory=list)
-    machine: dict[str, Any] = field(default_factory=dict)
-    plan: dict[str, Any] = field(default_factory=dict)
-    curve: dict[str, Any] = field(default_factory=dict)
-    status: str = "running"
+        if self.stop not in ("natural", "fixed"):
+            raise OptionError(f"stop must be natural or fixed, got {self.stop!r}")
 
     @property
-    def legs(self) -> list[Leg]:
-        return [timed.leg for _, timed in self.decodes]
+    def arm(self) -> str:
+        """Name of the judged arm."""
+        return AGAIN if self.drafter == STOCK else self.drafter
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What ``generate`` gets besides the prompt, in both arms."""
+        return {"min_new_tokens": self.max_new_tokens} if self.stop == "fixed" else {}
 
 
-def run_bench(settings: BenchSettings, folder: Path, report: Report) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One pair of one input: the smallest piece of a bench, never split between machines."""
+
+    label: str
+    pair: int
+    prompt_ids: tuple[int, ...]
+
+
+Announce = Callable[[Item], None]
+
+
+class Place(Protocol):
+    """Where pairs are decoded: this machine, or several."""
+
+    def __call__(self, settings: StationSettings, warm_ids: Sequence[int]) -> AbstractContextManager[Runner]:
+        """Start the processes."""
+
+
+class Runner(Protocol):
+    """Decodes items; yields each one's legs as it is done, in any order."""
+
+    def run(self, items: Sequence[Item], announce: Announce) -> Iterator[tuple[Item, list[Decode]]]:
+        """Every item once; ``announce`` is told of each when it starts."""
+
+
+class Here(Station):
+    """This machine, one item after the other."""
+
+    def run(self, items: Sequence[Item], announce: Announce) -> Iterator[tuple[Item, list[Decode]]]:
+        """Items in order."""
+        for item in items:
+            announce(item)
+            yield item, self.pair(item.label, item.pair, item.prompt_ids)
+
+
+def run_bench(
+    settings: BenchSettings, folder: Path, report: Report, *, place: Place = Here, resume: bool = False
+) -> dict[str, Any]:
     """Measure and write the run folder; returns the results as they stand in ``run.json``.
+
+    Args:
+        settings: what to measure.
+        folder: the run folder.
+        report: told (stage, done, total).
+        place: where to decode.
+        resume: keep the finished pairs of an earlier, interrupted run of the same settings in ``folder``.
 
     Raises:
         UsageError: bad settings, an unusable model, or a suite that cannot be read.
     """
     report("fetching and converting the model", 0, 0)
     model = resolve(settings.model, settings.dtype)
-    prompts = _prompts(settings, load_tokenizer(model))
-    run = _Run(settings=settings, folder=folder, model=model, started=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
-    load: dict[str, Any] = {"dtype": settings.dtype, "device": settings.device, "claim": settings.claim}
-    engine = engines.load(str(model), **load, threads=settings.threads, progress=report)
-    run.plan, run.curve = encode(engine.plan), encode(engine.curve)
-    del engine
+    tokenizer = load_tokenizer(model)
+    prompts = _prompts(settings, tokenizer)
+    evidence = _start(settings, model, prompts, report)
+    if resume:
+        evidence = replace(evidence, decodes=_kept(folder, evidence))
+    todo = _todo(settings, prompts, evidence.decodes)
     base = {
-        "folder": str(model), **load, "threads": settings.threads, "draft_model": settings.draft_model,
-        "exit_layer": settings.exit_layer,
+        "folder": str(model), "dtype": settings.dtype, "device": settings.device, "claim": settings.claim,
+        "threads": settings.threads, "draft_model": settings.draft_model, "exit_layer": settings.exit_layer,
     }  # fmt: skip
+    run = _Run(evidence, folder, tokenizer)
+    if not todo:
+        return run.write("complete")
+    station = StationSettings(
+        base=base, drafter=settings.drafter, depth=settings.depth, arm=settings.arm,
+        max_new_tokens=settings.max_new_tokens, options=settings.options,
+    )  # fmt: skip
     report("starting the stock process and the engine process", 0, 0)
-    with Worker({**base, "kind": "stock"}) as stock, Worker({**base, "kind": "engine"}) as own:
-        run.machine = own.machine
-        arms = (
-            Arm(name=STOCK, worker=stock),
-            Arm(name=SERIAL, worker=own, drafter="none", depth="auto"),
-            Arm(name=settings.drafter, worker=own, drafter=settings.drafter, depth=settings.depth),
-        )
-        try:
-            _measure(run, prompts, arms, report)
-            run.status = "complete"
-        except KeyboardInterrupt:
-            run.status = "interrupted"
-        except UsageError as error:
-            run.status = f"failed: {error}"
-            _write(run)
-            raise
-    return _write(run)
+    warm = next(iter(prompts.values()))[::-1]
+    with place(station, warm) as runner:
+        return _measure(run, runner, todo, report)
 
 
-def _prompts(settings: BenchSettings, tokenizer: Any) -> dict[str, list[int]]:
+class _Run:
+    """What a bench has gathered so far, and where it writes it."""
+
+    def __init__(self, evidence: Evidence, folder: Path, tokenizer: Any) -> None:
+        self.evidence, self._folder, self._tokenizer = evidence, folder, tokenizer
+
+    def add(self, decodes: Sequence[Decode]) -> None:
+        """Legs of one more pair."""
+        numbered = _numbered(decodes, len(self.evidence.decodes))
+        self.evidence = replace(self.evidence, decodes=(*self.evidence.decodes, *numbered))
+
+    def write(self, status: str) -> dict[str, Any]:
+        """The run folder as it stands."""
+        self.evidence = replace(self.evidence, status=status, texts=_texts(self.evidence, self._tokenizer))
+        computed = results.compute(self.evidence)
+        write_run(self._folder, self.evidence, computed)
+        return computed
+
+
+def _measure(run: _Run, runner: Runner, todo: Sequence[Item], report: Report) -> dict[str, Any]:
+    """All items; written as often as an input takes, and whatever happens."""
+    num_done = 0
+
+    def announce(item: Item) -> None:
+        report(f"{item.label}, pair {item.pair + 1}", num_done, len(todo))
+
+    every = max(1, len(todo) // max(1, len({item.label for item in todo})))
+    try:
+        for _, decodes in runner.run(todo, announce):
+            run.add(decodes)
+            num_done += 1
+            if num_done % every == 0:
+                run.write("running")
+    except KeyboardInterrupt:
+        return run.write("interrupted")
+    except UsageError as error:
+        run.write(f"failed: {error}")
+        raise
+    return run.write("complete")
+
+
+def _start(
+    settings: BenchSettings, model: Path, prompts: dict[str, tuple[int, ...]], report: Report
+) -> Evidence:
+    """Probe here first, so that no leg pays for it; then let the engine go, so that memory is the arms'."""
+    engine: Engine = engines.load(
+        str(model), dtype=settings.dtype, device=settings.device, claim=settings.claim,  # type: ignore[arg-type]
+        threads=settings.threads, progress=report,
+    )  # fmt: skip
+    is_engine_judged, target, device = settings.drafter != STOCK, engine.target, torch.device(settings.device)
+    return Evidence(
+        kind="bench", request=asdict(settings) | {"labels": list(settings.labels), "quality": "exact"},
+        status="running", arm=settings.arm, roles=dict.fromkeys(prompts, "diverse"),
+        machine=describe(device), plan=engine.plan if is_engine_judged else None,
+        curve=engine.curve if is_engine_judged else None,
+        floor=memory_floor(target.nbytes, device, RealClock()) if isinstance(target, DecoderTarget) else None,
+        prompts=prompts, provenance=provenance(model, sys.argv[1:]),
+    )  # fmt: skip
+
+
+def _prompts(settings: BenchSettings, tokenizer: Any) -> dict[str, tuple[int, ...]]:
     """Prompt ids by label, in the suite's order."""
     items: Sequence[BenchInput] = (
         diverse_inputs() if settings.suite == "diverse" else read_suite(Path(settings.suite))
@@ -122,104 +236,77 @@ def _prompts(settings: BenchSettings, tokenizer: Any) -> dict[str, list[int]]:
     if unknown:
         raise OptionError(f"no input {unknown[0]!r} in this suite; known: {', '.join(known)}")
     chosen = [item for item in items if not settings.labels or item.label in settings.labels]
-    chat = bool(getattr(tokenizer, "chat_template", None))
-    return {item.label: build_prompt(item, tokenizer, settings.prompt_len, chat=chat) for item in chosen}
-
-
-def _measure(run: _Run, prompts: dict[str, list[int]], arms: Sequence[Arm], report: Report) -> None:
-    """Warm every arm up on another text, then all pairs of every input."""
-    watch = Stopwatch(clock=RealClock())
-    max_new, pairs = run.settings.max_new_tokens, run.settings.pairs
-    total = len(prompts) * pairs
-    report("warming up", 0, total)
-    warm = next(iter(prompts.values()))[::-1]
-    for arm in arms:
-        watch.time(arm, "warm-up", 0, warm, 8)
-    watch.num_legs = 0
-    for index, (label, prompt_ids) in enumerate(prompts.items()):
-        for pair in range(pairs):
-            report(f"{label}, pair {pair + 1} of {pairs}", index * pairs + pair, total)
-            for timed in watch.pair(arms, label, pair, prompt_ids, max_new):
-                run.decodes.append((label, timed))
-        _write(run)
-
-
-def _write(run: _Run) -> dict[str, Any]:
-    """The run folder as it stands; results are recomputed from the raw rows."""
-    results = _results(run)
-    write_lines(run.folder / "legs.jsonl", [encode(leg) for leg in run.legs])
-    rows = [
-        {"label": label, "arm": timed.leg.arm, "pair": timed.leg.pair, **round_}
-        for label, timed in run.decodes
-        if timed.trace is not None
-        for round_ in timed.trace["rounds"]
-    ]
-    write_lines(run.folder / "trace.jsonl", chain(rows))
-    tokens = [
-        {"label": label, "arm": t.leg.arm, "pair": t.leg.pair, "token_ids": list(t.token_ids)}
-        for label, t in run.decodes
-    ]
-    write_lines(run.folder / "tokens.jsonl", tokens)
-    document = {
-        "format_version": FORMAT_VERSION, "kind": "bench", "started": run.started, "argv": sys.argv[1:],
-        "request": asdict(run.settings), "model_folder": str(run.model), "machine": run.machine,
-        "plan": run.plan, "cost_curve": run.curve, "results": results,
-    }  # fmt: skip
-    write_atomic(run.folder / "run.json", canonical(document) + "\n")
-    return results
-
-
-def _results(run: _Run) -> dict[str, Any]:
-    """Figures over all inputs; speeds are withheld as soon as one token differs."""
-    labels = list(dict.fromkeys(label for label, _ in run.decodes))
-    rows = [_input_row(run, label) for label in labels]
-    wrong = sum(row["num_mismatched_tokens"] for row in rows)
-    arm = run.settings.drafter
-    shown: dict[str, Any] = dict.fromkeys(("speedup", "serial_speedup", "speculation_speedup", "worst_input"))
-    if rows and wrong == 0:
-        whole = {row["label"]: row["speedup"]["median"] for row in rows}
-        shown = {
-            "speedup": asdict(stats.summarise(list(whole.values()))),
-            "serial_speedup": asdict(stats.summarise([r["serial_speedup"]["median"] for r in rows])),
-            "speculation_speedup": asdict(
-                stats.summarise([r["speculation_speedup"]["median"] for r in rows])
-            ),
-            "worst_input": min(whole, key=whole.__getitem__),
-        }
-    peaks = {
-        "stock": max((leg.peak_bytes for leg in run.legs if leg.arm == STOCK), default=0),
-        "engine": max((leg.peak_bytes for leg in run.legs if leg.arm != STOCK), default=0),
-    }
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    chat = has_template if settings.chat is None else settings.chat
     return {
-        "model": run.settings.model, "dtype": run.settings.dtype, "arm": arm, "claim": run.plan["claim"],
-        "status": run.status, "inputs": rows, "peak_bytes": peaks,
-        "num_checked_tokens": sum(row["num_checked_tokens"] for row in rows),
-        "num_mismatched_tokens": wrong, **shown,
-    }  # fmt: skip
-
-
-def _input_row(run: _Run, label: str) -> dict[str, Any]:
-    """One input's ratios, counters and token comparison (every leg against the first stock leg)."""
-    arm = run.settings.drafter
-    mine = [timed for found, timed in run.decodes if found == label]
-    want = next((t.token_ids for t in mine if t.leg.arm == STOCK), ())
-    others = [t.token_ids for t in mine]
-    wrong = sum(stats.count_mismatches(want, ids) for ids in others)
-    differences = [d for ids in others if (d := stats.first_difference(want, ids)) is not None]
-    traces = [decode(Trace, t.trace) for t in mine if t.leg.arm == arm and t.trace is not None]
-    counters = stats.decode_stats(traces[0]) if traces else None
-    row: dict[str, Any] = {
-        "label": label, "num_tokens": len(want), "num_mismatched_tokens": wrong,
-        "num_checked_tokens": sum(len(t.token_ids) for t in mine if t.leg.arm != STOCK),
-        "first_difference": min(differences, default=None),
-        "tokens_per_verify": counters.tokens_per_verify if counters else None,
-        "tokens_per_step": counters.tokens_per_step if counters else None,
-        "decode_stats": asdict(counters) if counters else None,
-    }  # fmt: skip
-    ratios = {
-        "speedup": stats.paired_ratios(run.legs, label, arm),
-        "serial_speedup": stats.paired_ratios(run.legs, label, SERIAL),
-        "speculation_speedup": stats.paired_ratios(run.legs, label, arm, base=SERIAL),
+        item.label: tuple(build_prompt(item, tokenizer, settings.prompt_len, chat=chat)) for item in chosen
     }
-    is_shown = wrong == 0 and all(ratios.values())
-    return row | {k: asdict(stats.summarise(v)) if is_shown else None for k, v in ratios.items()}
+
+
+def _kept(folder: Path, wanted: Evidence) -> tuple[Decode, ...]:
+    """The whole pairs an earlier run left; refused when it measured something else.
+
+    A run killed while it wrote may hold rows of a pair whose legs it had not written yet: they are dropped.
+    """
+    check_version(read_json(folder / RUN))
+    for name in CHAINED:
+        read_chained(folder / name)
+    found = salvage(folder)
+    before = found.evidence
+    if before is None:
+        raise EvidenceError(f"{folder}: {found.problems[0]}")
+    different = [name for name, value in wanted.request.items() if before.request.get(name) != value]
+    facts = {
+        "prompts": before.prompts == wanted.prompts, "machine": before.machine == wanted.machine,
+        "weights": before.provenance.get("weights") == wanted.provenance["weights"],
+    }  # fmt: skip
+    different += [name for name, is_same in facts.items() if not is_same]
+    if different:
+        raise UsageError(f"{folder} holds another run (other {', '.join(different)}); choose another --out")
+    of_pair: dict[tuple[str, int], set[str]] = {}
+    for d in before.decodes:
+        if tokens_sha256(d.token_ids) != d.leg.tokens_sha256:
+            raise EvidenceError(f"{folder}: {d.leg.label}, {d.leg.arm}: its tokens are not its leg's")
+        of_pair.setdefault((d.leg.label, d.leg.pair), set()).add(d.leg.arm)
+    arms = {d.leg.arm for d in before.decodes}
+    return _numbered([d for d in before.decodes if of_pair[d.leg.label, d.leg.pair] == arms], 0)
+
+
+def _numbered(decodes: Sequence[Decode], first: int) -> tuple[Decode, ...]:
+    """The decodes with their legs counted from ``first``."""
+    return tuple(replace(d, leg=replace(d.leg, order=first + i)) for i, d in enumerate(decodes))
+
+
+def _todo(settings: BenchSettings, prompts: dict[str, tuple[int, ...]], kept: Sequence[Decode]) -> list[Item]:
+    done = {(d.leg.label, d.leg.pair) for d in kept}
+    return [
+        Item(label=label, pair=pair, prompt_ids=ids)
+        for label, ids in prompts.items()
+        for pair in range(settings.pairs)
+        if (label, pair) not in done
+    ]
+
+
+def _texts(evidence: Evidence, tokenizer: Any) -> dict[str, dict[str, Any]]:
+    """Prompt and output of the judged arm's first leg as text, the output one piece a token."""
+    texts: dict[str, dict[str, Any]] = {}
+    for label in evidence.labels:
+        known = evidence.texts.get(label)
+        shown = evidence.of(label, evidence.arm)
+        if known is None and shown:
+            known = {
+                "prompt": tokenizer.decode(evidence.prompts[label], skip_special_tokens=False),
+                "pieces": pieces(tokenizer, shown[0].token_ids),
+            }
+        if known is not None:
+            texts[label] = known
+    return texts
+
+
+def pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
+    """The text each token completes; joined they are the output. Half a character waits for its rest."""
+    stream = TextStream(tokenizer)
+    out = [stream.push([token]) for token in token_ids]
+    if out:
+        out[-1] += stream.flush()
+    return out

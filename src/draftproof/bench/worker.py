@@ -25,9 +25,13 @@ def _stock(settings: Request) -> Decode:
     from draftproof.models.stock import StockModel
 
     model = StockModel(Path(settings["folder"]), DTYPES[settings["dtype"]], torch.device(settings["device"]))
+    counter = Counter()
+    model.module.register_forward_pre_hook(lambda *_: counter.add())
 
     def decode(request: Request) -> dict[str, Any]:
-        return {"token_ids": model.generate(request["prompt_ids"], request["max_new_tokens"])}
+        counter.num_calls = 0
+        ids = model.generate(request["prompt_ids"], request["max_new_tokens"], **request["options"])
+        return {"token_ids": ids, "num_forwards": counter.num_calls - 1}
 
     return decode
 
@@ -44,14 +48,47 @@ def _engine(settings: Request) -> Decode:
             settings["draft_model"], dtype=settings["dtype"], device=settings["device"], like=engine
         )
 
+    counter = Counter()
+    engine.target.open = counting(engine.target.open, counter)  # type: ignore[assignment, method-assign]
+
     def decode(request: Request) -> dict[str, Any]:
+        counter.num_calls = 0
         trace = engine.decode(
             request["prompt_ids"], max_new_tokens=request["max_new_tokens"], drafter=request["drafter"],
             depth=request["depth"], draft_model=draft_model, exit_layer=settings["exit_layer"],
+            **request["options"],
         )  # fmt: skip
-        return {"token_ids": trace.token_ids, "trace": encode(trace)}
+        return {"token_ids": trace.token_ids, "trace": encode(trace), "num_forwards": counter.num_calls}
 
     return decode
+
+
+class Counter:
+    """Forwards of the target since it was last set to zero."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def add(self) -> None:
+        """One more."""
+        self.num_calls += 1
+
+
+def counting(open_session: Callable[[int], Any], counter: Counter) -> Callable[[int], Any]:
+    """``open_session`` with every verification of its sessions counted, whoever calls it."""
+
+    def opened(capacity: int) -> Any:
+        session = open_session(capacity)
+        verify = session.verify
+
+        def counted(token_ids: Any) -> Any:
+            counter.add()
+            return verify(token_ids)
+
+        session.verify = counted
+        return session
+
+    return opened
 
 
 def serve() -> None:
@@ -61,25 +98,35 @@ def serve() -> None:
     from transformers.utils import logging
 
     from draftproof.errors import UsageError
-    from draftproof.machine import describe, peak_bytes
+    from draftproof.machine import describe
     from draftproof.wire import encode
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     if settings["threads"] is not None:
         torch.set_num_threads(settings["threads"])
+    device = torch.device(settings["device"])
     try:
         decode = (_stock if settings["kind"] == "stock" else _engine)(settings)
     except UsageError as error:
         _answer({"error": str(error)})
         return
-    _answer({"machine": encode(describe(torch.device(settings["device"])))})
+    _answer({"machine": encode(describe(device))})
     for line in sys.stdin:
-        try:
-            reply = decode(json.loads(line))
-        except UsageError as error:
-            reply = {"error": str(error)}
-        _answer({**reply, "peak_bytes": peak_bytes()})
+        _answer(_measured(decode, json.loads(line), device))
+
+
+def _measured(decode: Decode, request: Request, device: Any) -> dict[str, Any]:
+    """One answer with the peak memory of this request alone, where the system can reset the peak."""
+    from draftproof.errors import UsageError
+    from draftproof.machine import peak_bytes, peak_cuda_bytes, reset_peaks
+
+    reset_peaks(device)
+    try:
+        reply = decode(request)
+    except UsageError as error:
+        reply = {"error": str(error)}
+    return {**reply, "peak_bytes": peak_bytes(), "peak_cuda_bytes": peak_cuda_bytes(device)}
 
 
 def _answer(reply: dict[str, Any]) -> None:

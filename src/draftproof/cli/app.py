@@ -27,8 +27,11 @@ Depth = Annotated[str, typer.Option(help="Tokens verified a round, or auto.")]
 DraftModel = Annotated[str | None, typer.Option(help="Model to draft with (same vocabulary).")]
 ExitLayer = Annotated[int | None, typer.Option(help="Layers the early exit runs.")]
 MaxNew = Annotated[int, typer.Option(help="Most tokens to emit.")]
+LedgerPath = Annotated[Path, typer.Option("--ledger", help="The ledger.")]
+Out = Annotated[Path | None, typer.Option(help="Folder for the run; default: runs/<time>.")]
 
 DEFAULT = "smollm2-135m-instruct"
+LEDGER = Path("runs") / "ledger.jsonl"
 
 
 @app.callback(invoke_without_command=True)
@@ -106,32 +109,148 @@ def doctor(
 @app.command()
 def bench(
     model: Model = DEFAULT,
-    drafter: DrafterName = "auto",
+    drafter: Annotated[str, typer.Option(help="As in generate, or stock: stock against itself.")] = "auto",
     depth: Depth = "auto",
     suite: Annotated[str, typer.Option(help="diverse, or a JSON-lines file of prompts.")] = "diverse",
     labels: Annotated[list[str] | None, typer.Option(help="Only these inputs; repeat for several.")] = None,
     pairs: Annotated[int, typer.Option(help="Interleaved pairs an input.")] = 3,
     max_new_tokens: MaxNew = 256,
     prompt_len: Annotated[int, typer.Option(help="Prompt tokens an input.")] = 512,
+    stop: Annotated[
+        str, typer.Option(help="natural, or fixed: end tokens are masked in both arms.")
+    ] = "natural",
+    chat: Annotated[bool | None, typer.Option("--chat/--raw", help="Chat template; default: if any.")] = None,
     draft_model: DraftModel = None,
     exit_layer: ExitLayer = None,
     dtype: Dtype = "bfloat16",
     device: Device = "cpu",
     claim: Claim = "auto",
     threads: Threads = None,
-    out: Annotated[Path | None, typer.Option(help="Run folder; default: runs/<time>.")] = None,
+    out: Out = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    audit: Annotated[bool, typer.Option("--audit/--no-audit", help="Replay every token afterwards.")] = True,
+    ray: Annotated[str | None, typer.Option(help="Address of a Ray cluster to share the pairs over.")] = None,
+    ledger: LedgerPath = LEDGER,
     json_output: Json = False,
 ) -> None:
-    """Time every input against stock serial decoding, interleaved, and compare every token."""
+    """Time every input against stock serial decoding, interleaved, compare every token, report, audit."""
     from draftproof.cli import bench as command
 
     settings = {
         "model": model, "drafter": drafter, "depth": depth, "suite": suite, "labels": tuple(labels or ()),
-        "pairs": pairs, "max_new_tokens": max_new_tokens, "prompt_len": prompt_len, "dtype": dtype,
-        "device": device, "claim": claim, "threads": threads, "draft_model": draft_model,
-        "exit_layer": exit_layer,
+        "pairs": pairs, "max_new_tokens": max_new_tokens, "prompt_len": prompt_len, "stop": stop,
+        "chat": chat, "dtype": dtype, "device": device, "claim": claim, "threads": threads,
+        "draft_model": draft_model, "exit_layer": exit_layer,
     }  # fmt: skip
-    raise typer.Exit(command.run(settings, out, json_output=json_output))
+    wishes = command.Wishes(
+        out=out, resume=resume, audit=audit, ray=ray, ledger=ledger, json_output=json_output
+    )
+    raise typer.Exit(command.run(settings, wishes))
+
+
+@app.command()
+def evaluate(
+    transform: Annotated[Path | None, typer.Argument(help="Python file with apply(workload).")] = None,
+    drafter: Annotated[str | None, typer.Option(help="Instead of a file: a built-in drafter.")] = None,
+    depth: Depth = "auto",
+    claim: Claim = "auto",
+    draft_model: DraftModel = None,
+    exit_layer: ExitLayer = None,
+    workload: Annotated[str, typer.Option(help="llm or tts.")] = "llm",
+    model: Model = DEFAULT,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", help="KEY=VALUE of the workload; repeat for several.")
+    ] = None,
+    quality: Annotated[str, typer.Option(help="exact, near-lossless or relaxed.")] = "exact",
+    limit: Annotated[
+        list[str] | None, typer.Option("--limit", help="KEY=VALUE of a quality gate; repeat for several.")
+    ] = None,
+    pairs: Annotated[int, typer.Option(help="Interleaved pairs an input, 5 or more.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of the order within pairs.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds a run may take.")] = 600.0,
+    threads: Threads = None,
+    out: Out = None,
+    ledger: LedgerPath = LEDGER,
+    json_output: Json = False,
+) -> None:
+    """Judge a candidate end to end against pristine stock: main input, held-out input, diverse set."""
+    from draftproof.cli import evaluate as command
+
+    candidate = {
+        "transform": transform, "drafter": drafter, "depth": depth, "claim": claim,
+        "draft_model": draft_model, "exit_layer": exit_layer,
+    }  # fmt: skip
+    settings = {
+        "workload": workload, "options": {"model": model, **command.parse_options(option or [])},
+        "quality": quality, "limits": command.parse_options(limit or []), "pairs": pairs, "seed": seed,
+        "timeout": timeout, "threads": threads,
+    }  # fmt: skip
+    place = command.Place(out=out, ledger=ledger, json_output=json_output)
+    raise typer.Exit(command.run(candidate, settings, place))
+
+
+@app.command()
+def status(ledger: LedgerPath = LEDGER, json_output: Json = False) -> None:
+    """List candidates by their latest evaluation, the diverse-set median beside the benchmark."""
+    from draftproof.cli import ledger as command
+
+    raise typer.Exit(command.status(ledger, json_output=json_output))
+
+
+@app.command()
+def ledger(
+    ledger: LedgerPath = LEDGER,
+    check: Annotated[bool, typer.Option("--check", help="Hash every run folder again.")] = False,
+    json_output: Json = False,
+) -> None:
+    """Show every evaluation, whether the chain is whole, and whether the run folders are as entered."""
+    from draftproof.cli import ledger as command
+
+    raise typer.Exit(command.ledger(ledger, check=check, json_output=json_output))
+
+
+@app.command()
+def integrate(
+    name: Annotated[str, typer.Argument(help="A kept candidate of the ledger.")],
+    rounds: Annotated[int, typer.Option(help="Alternating A/B rounds, 8 or more.")] = 8,
+    min_win_rate: Annotated[float, typer.Option(help="Share of the rounds it must win.")] = 0.8,
+    min_gain: Annotated[float, typer.Option(help="Lower bound its gain must exceed; 0.01 is 1 %.")] = 0.01,
+    ledger: LedgerPath = LEDGER,
+    out: Out = None,
+    json_output: Json = False,
+) -> None:
+    """Decide by a paired A/B whether a candidate replaces what is integrated."""
+    from draftproof.bench.contest import open_arms
+    from draftproof.cli import ledger as command
+
+    options = command.AbOptions(
+        name=name, ledger=ledger, rounds=rounds, min_win_rate=min_win_rate, min_gain=min_gain, out=out
+    )
+    raise typer.Exit(command.integrate(options, open_arms, json_output=json_output))
+
+
+@app.command()
+def audit(
+    folder: Annotated[Path, typer.Argument(help="Run folder.")],
+    replay: Annotated[bool, typer.Option("--replay/--no-replay", help="Decode every output again.")] = True,
+    json_output: Json = False,
+) -> None:
+    """Recompute every figure of a run from its raw rows and replay every token by serial decoding."""
+    from draftproof.cli import audit as command
+
+    raise typer.Exit(command.run(folder, replay=replay, json_output=json_output))
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="Run folder.")],
+    out: Annotated[Path | None, typer.Option(help="Write the page here; default: into the folder.")] = None,
+    json_output: Json = False,
+) -> None:
+    """Write a run's page again: one HTML file that opens offline."""
+    from draftproof.cli import report as command
+
+    raise typer.Exit(command.run(folder, out, json_output=json_output))
 
 
 @models_app.callback()

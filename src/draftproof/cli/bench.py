@@ -1,83 +1,192 @@
-"""``draftproof bench``: progress while it runs, a table and the run folder's path at the end."""
+"""``draftproof bench``: progress while it runs; verdict, table, audit and the report's path at the end."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
+from draftproof.cli.audit import lines as audit_lines
 from draftproof.cli.generate import parse_depth
-from draftproof.cli.terminal import progress_line, quiet_transformers, stderr, stdout
+from draftproof.cli.terminal import Report, progress_line, quiet_transformers, stderr, stdout
+from draftproof.wire import encode
+
+if TYPE_CHECKING:
+    from draftproof.audit import AuditReport
+
+_INTERRUPTED = 130
 
 
-def run(settings: dict[str, Any], out: Path | None, *, json_output: bool) -> int:
-    """0 when every token of every leg equals stock's, 1 otherwise, 130 when interrupted."""
-    from draftproof.bench.run import BenchSettings, run_bench
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What a bench does besides measuring.
+
+    ``out`` is the run folder, ``ray`` a cluster's address, ``ledger`` the file the run is entered into.
+    """
+
+    out: Path | None
+    resume: bool
+    audit: bool
+    ray: str | None
+    ledger: Path
+    json_output: bool
+
+
+def run(settings: dict[str, Any], wishes: Wishes) -> int:
+    """0 for a pass or a tie, 1 for a bad verdict or a failed audit, 130 when interrupted."""
+    from draftproof.bench.run import BenchSettings, Here, run_bench
+    from draftproof.errors import OptionError
 
     settings["depth"] = parse_depth(settings["depth"])
-    folder = out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    made = BenchSettings(**settings)
+    if wishes.resume and wishes.out is None:
+        raise OptionError("--resume continues a run folder: name it with --out")
+    folder = wishes.out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    place: Any = Here
+    if wishes.ray is not None:
+        from draftproof.bench.cluster import OnRay
+
+        place = OnRay(address=wishes.ray, model=made.model, dtype=made.dtype)
     quiet_transformers()
     with progress_line() as report:
-        results = run_bench(BenchSettings(**settings), folder, report)
-    if json_output:
-        sys.stdout.write(json.dumps(results) + "\n")
+        results = run_bench(made, folder, report, place=place, resume=wishes.resume)
+        checked = None
+        if wishes.audit and results["inputs"] and results["status"] == "complete":
+            checked = _audit(folder, report)
+        if results["inputs"]:
+            _publish(results, folder, wishes.ledger, settings["drafter"])
+    if wishes.json_output:
+        sys.stdout.write(
+            json.dumps(results | {"audit": encode(checked) if checked else None, "run": str(folder)}) + "\n"
+        )
     else:
-        stdout().print(table(results))
-        stdout().print(Text(summary(results)), soft_wrap=True)
-    stderr().print(Text(f"raw legs, traces and tokens: {folder}"), soft_wrap=True)
+        _show(results, checked, folder)
     if results["status"] == "interrupted":
-        return 130
-    return 0 if results["num_mismatched_tokens"] == 0 else 1
+        return _INTERRUPTED
+    is_good = results["verdict"]["outcome"] in ("pass", "tie")
+    return 0 if is_good and (checked is None or checked.outcome == "pass") else 1
+
+
+def _audit(folder: Path, report: Report) -> AuditReport:
+    from draftproof.audit import audit
+    from draftproof.cli.audit import rebuild
+
+    report("audit: replaying every token", 0, 0)
+    return audit(folder, progress=report, prompts=rebuild)
+
+
+def _publish(results: dict[str, Any], folder: Path, ledger: Path, name: str) -> None:
+    """The report into the folder, the seal over all of it, one row into the ledger."""
+    from draftproof.folder import read_run, seal
+    from draftproof.ledger import Ledger, row_from_results
+    from draftproof.report.page import write_report
+
+    write_report(folder)
+    sealed = seal(folder)
+    if results["status"] != "complete":
+        return
+    facts = read_run(folder)[0].provenance
+    Ledger(ledger).append(
+        row_from_results(
+            results, name=name, kind="bench", run=str(folder), seal=sealed, time=facts["started"],
+            argv=tuple(facts["argv"]),
+        )
+    )  # fmt: skip
+
+
+def _show(results: dict[str, Any], checked: AuditReport | None, folder: Path) -> None:
+    console = stdout()
+    console.print(table(results))
+    console.print(Text(summary(results)), soft_wrap=True)
+    if checked is not None:
+        for line in audit_lines(checked):
+            console.print(Text(f"audit: {line}"), soft_wrap=True)
+    if results["inputs"]:
+        console.print(Text(f"report: {folder / 'report.html'}"), soft_wrap=True)
+    stderr().print(Text(f"raw legs, traces and tokens: {folder}"), soft_wrap=True)
 
 
 def table(results: dict[str, Any]) -> Table:
-    """One line an input: both ratios, tokens per verification, equality."""
+    """One line an input: ratios with their interval, tokens per verification, equality."""
     made = Table(title=Text(f"{results['model']} · {results['dtype']} · claim {results['claim']}"))
     made.add_column("input")
-    for column in ("tokens", "own serial", results["arm"], "range", "tok/verify", "tok/forward"):
+    for column in ("tokens", "own serial", results["arm"], "95 %", "noise", "tok/verify", "tok/forward"):
         made.add_column(column, justify="right")
     made.add_column("tokens equal stock's")
     for row in results["inputs"]:
-        serial, speed = row["serial_speedup"], row["speedup"]
+        counters = row["decode_stats"] or {}
         made.add_row(
-            Text(row["label"]), str(row["num_tokens"]), _times(serial), _times(speed),
-            f"{speed['low']:.2f}-{speed['high']:.2f}" if speed else "",
-            _plain(row["tokens_per_verify"]), _plain(row["tokens_per_step"]),
+            Text(row["label"]), str(row["num_tokens"]), _times(row["serial_speedup"]),
+            _times(row["speedup"]), _interval(row["speedup"]),
+            f"{row['noise']:.0%}" if row["noise"] is not None else "-",
+            _plain(counters.get("tokens_per_verify")), _plain(row["tokens_per_step"]),
             "yes" if row["first_difference"] is None else f"NO, from token {row['first_difference']}",
         )  # fmt: skip
     return made
 
 
 def summary(results: dict[str, Any]) -> str:
-    """Three sentences: the median and the worst, the split, the memory and the proof."""
-    checked, wrong = results["num_checked_tokens"], results["num_mismatched_tokens"]
-    proof = f"{checked} tokens checked against stock, {wrong} mismatched"
+    """The verdict, the split, the label, the memory and the proof."""
     if not results["inputs"]:
         return "nothing was measured"
+    ruling = results["verdict"]
+    lines = [f"verdict: {ruling['outcome']}: {reason}" for reason in ruling["reasons"]]
+    lines += [f"note: {note}" for note in ruling["notes"]]
     if results["speedup"] is None:
-        return f"{proof}: the speed of an output that differs is withheld."
-    whole, serial, gain = results["speedup"], results["serial_speedup"], results["speculation_speedup"]
-    interval = whole["interval"]
-    around = f" (95 % interval {interval[0]:.2f}-{interval[1]:.2f} over inputs)" if interval else ""
-    memory = results["peak_bytes"]
-    return (
-        f"median speedup {whole['median']:.2f}x{around}, worst input {results['worst_input']}"
-        f" {whole['low']:.2f}x, best {whole['high']:.2f}x\n"
-        f"of it: leaner forward {serial['median']:.2f}x (own serial decoding against stock),"
-        f" speculation {gain['median']:.2f}x (against own serial decoding)\n"
-        f"peak resident memory {memory['engine'] / 2**20:.0f} MiB, stock {memory['stock'] / 2**20:.0f} MiB"
-        f" ({memory['engine'] / memory['stock']:.2f}x)\n"
-        f"{proof}"
+        lines.append("no speed is shown for such a run; the raw legs are kept")
+    else:
+        lines += _speed_lines(results)
+    lines.append(
+        f"{results['num_checked_tokens']} tokens checked against stock,"
+        f" {results['num_mismatched_tokens']} mismatched"
     )
+    return "\n".join(lines)
+
+
+def _speed_lines(results: dict[str, Any]) -> list[str]:
+    whole, diverse = results["speedup"], results["metrics"]["diverse"]
+    lines = [
+        f"median speedup {whole['median']:.2f}x{_around(whole)}, worst input {results['worst_input']}"
+        f" {whole['low']:.2f}x, best {results['best_input']} {whole['high']:.2f}x"
+    ]
+    serial, gain = results["serial_speedup"], results["speculation_speedup"]
+    if serial and gain:
+        lines.append(
+            f"of it: leaner forward {serial['median']:.2f}x (own serial decoding against stock),"
+            f" speculation {gain['median']:.2f}x (against own serial decoding)"
+        )
+    if diverse["data_dependent"]:
+        lines.append(f"data-dependent: {diverse['why']}")
+    if results["cost"] and results["cost"]["break_even"]:
+        lines.append(results["cost"]["break_even"]["advice"])
+    memory = results["peak_bytes"]
+    lines.append(
+        f"peak resident memory {memory['engine'] / 2**20:.0f} MiB, stock {memory['stock'] / 2**20:.0f} MiB"
+        f" ({memory['engine'] / memory['stock']:.2f}x)"
+    )
+    return lines
+
+
+def _around(ratio: dict[str, Any]) -> str:
+    if not ratio["interval"]:
+        return ""
+    return f" (95 % interval {ratio['interval'][0]:.2f}-{ratio['interval'][1]:.2f} over inputs)"
+
+
+def _interval(ratio: dict[str, Any] | None) -> str:
+    if ratio is None or not ratio["interval"]:
+        return ""
+    return f"{ratio['interval'][0]:.2f}-{ratio['interval'][1]:.2f}"
 
 
 def _times(ratio: dict[str, Any] | None) -> str:
-    return "withheld" if ratio is None else f"{ratio['median']:.2f}x"
+    return "-" if ratio is None else f"{ratio['median']:.2f}x"
 
 
 def _plain(value: float | None) -> str:

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from draftproof import machine
 from draftproof.bench import worker
 from draftproof.errors import ModelFileError, OptionError
 from draftproof.models.stock import StockModel
 from draftproof.record import Machine, Trace
+from draftproof.stats import decode_stats
 from draftproof.wire import decode
 
 SETTINGS = {
@@ -26,7 +28,7 @@ SETTINGS = {
 }  # fmt: skip
 ENGINE = {**SETTINGS, "kind": "engine"}
 PROMPT = list(b"the other, the other, the")
-REQUEST = {"prompt_ids": PROMPT, "max_new_tokens": 24, "drafter": "auto", "depth": 4}
+REQUEST = {"prompt_ids": PROMPT, "max_new_tokens": 24, "drafter": "auto", "depth": 4, "options": {}}
 Conversation = Callable[..., list[dict[str, Any]]]
 
 
@@ -56,6 +58,67 @@ def use(monkeypatch: pytest.MonkeyPatch, kind: str, decode_one: worker.Decode) -
     return seen
 
 
+class Session:
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+
+    def verify(self, token_ids: list[int]) -> list[int]:
+        return [token + self.capacity for token in token_ids]
+
+
+def test_every_verification_of_every_session_is_counted() -> None:
+    counter = worker.Counter()
+    opened = worker.counting(Session, counter)
+    one, two = opened(10), opened(20)
+    assert counter.num_calls == 0
+    assert (one.verify([1, 2, 3]), two.verify([1]), one.verify([])) == ([11, 12, 13], [21], [])
+    assert counter.num_calls == 3
+    assert (one.capacity, two.capacity) == (10, 20)
+
+
+@pytest.mark.slow
+def test_the_counts_start_from_zero_and_options_reach_generate(
+    tiny_folder: Any, talk: Conversation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an end token that comes early, both arms go on only when told the fewest tokens."""
+    monkeypatch.setenv("DRAFTPROOF_CACHE", str(tmp_path))
+    plain = StockModel(tiny_folder("llama"), torch.float32, torch.device("cpu")).generate(PROMPT, 12)
+    end = plain[3]
+    ends_at = plain.index(end) + 1
+    settings = {"folder": str(tiny_folder("llama", eos_token_id=end)), "threads": 1}
+    free = {**REQUEST, "max_new_tokens": 12, "drafter": "none", "depth": "auto"}
+    held = {**free, "options": {"min_new_tokens": 12}}
+    num_threads = torch.get_num_threads()
+    try:
+        for kind in (SETTINGS, ENGINE):
+            _, *answers = talk({**kind, **settings}, free, held, free)
+            assert [len(answer["token_ids"]) for answer in answers] == [ends_at, 12, ends_at]
+            assert [answer["num_forwards"] for answer in answers] == [ends_at - 1, 11, ends_at - 1]
+            assert answers[0]["token_ids"] == list(plain[:ends_at])
+            assert end not in answers[1]["token_ids"][:11]
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def test_the_peak_is_of_this_request_alone(talk: Conversation, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[Any] = []
+
+    def decode_one(request: dict[str, Any]) -> dict[str, Any]:
+        order.append("decode")
+        if request["depth"] == 0:
+            raise OptionError("no")
+        return {"token_ids": [7], "peak_bytes": -1}
+
+    use(monkeypatch, "engine", decode_one)
+    monkeypatch.setattr(machine, "reset_peaks", lambda device: order.append(("reset", device.type)))
+    monkeypatch.setattr(machine, "peak_bytes", lambda: order.append("peak") or 123)
+    monkeypatch.setattr(machine, "peak_cuda_bytes", lambda device: 45)
+    _, *answers = talk(ENGINE, {"depth": 1}, {"depth": 0}, {"depth": 1})
+    assert order == [("reset", "cpu"), "decode", "peak"] * 3
+    assert [answer["peak_bytes"] for answer in answers] == [123, 123, 123]
+    assert [answer["peak_cuda_bytes"] for answer in answers] == [45, 45, 45]
+
+
 def fail(*_: Any) -> dict[str, Any]:
     raise AssertionError("the other arm was built")
 
@@ -67,9 +130,9 @@ def test_the_machine_comes_first_then_one_answer_a_request(
     monkeypatch.setattr(worker, "_engine" if kind == "stock" else "_stock", fail)
     seen = use(monkeypatch, kind, lambda request: {"token_ids": request["prompt_ids"]})
     settings = {**SETTINGS, "kind": kind}
-    machine, *answers = talk(settings, {"prompt_ids": [1, 2]}, {"prompt_ids": [3]})
+    told, *answers = talk(settings, {"prompt_ids": [1, 2]}, {"prompt_ids": [3]})
     assert seen == [settings]
-    assert decode(Machine, machine["machine"]).device == "cpu"
+    assert decode(Machine, told["machine"]).device == "cpu"
     assert [answer["token_ids"] for answer in answers] == [[1, 2], [3]]
     assert all(isinstance(a["peak_bytes"], int) and a["peak_bytes"] > 10 << 20 for a in answers)
 
@@ -130,8 +193,8 @@ def test_the_stock_arm_never_loads_the_engine(tiny_folder: Any) -> None:
         "import json, sys\n"
         "from draftproof.bench import worker\n"
         "decode = worker._stock(json.loads(sys.argv[1]))\n"
-        "ids = decode({'prompt_ids': [5, 6, 7], 'max_new_tokens': 4})['token_ids']\n"
-        "print(json.dumps([ids, sorted(m for m in sys.modules if m.startswith('draftproof'))]))"
+        "made = decode({'prompt_ids': [5, 6, 7], 'max_new_tokens': 4, 'options': {}})\n"
+        "print(json.dumps([made, sorted(m for m in sys.modules if m.startswith('draftproof'))]))"
     )
     folder = tiny_folder("llama")
     settings = json.dumps({**SETTINGS, "folder": str(folder)})
@@ -140,8 +203,9 @@ def test_the_stock_arm_never_loads_the_engine(tiny_folder: Any) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    ids, loaded = json.loads(done.stdout)
-    assert len(ids) == 4
+    made, loaded = json.loads(done.stdout)
+    assert len(made["token_ids"]) == 4
+    assert made["num_forwards"] == 3  # after the prompt's
     assert "draftproof.models.stock" in loaded
     for name in ("engine", "decode", "verify", "depth", "probe", "plans", "drafters", "drafters.build"):
         assert f"draftproof.{name}" not in loaded
@@ -171,12 +235,19 @@ def test_both_arms_emit_stocks_ids(
         torch.set_num_threads(num_threads)
     assert stock["token_ids"] == want
     assert "trace" not in stock
+    assert stock["num_forwards"] == 23
+    assert own[0]["num_forwards"] == 23
     for answer in own:
         assert answer["token_ids"] == want
-        assert list(decode(Trace, answer["trace"]).token_ids) == want
+        trace = decode(Trace, answer["trace"])
+        assert list(trace.token_ids) == want
+        # The early exit's own forwards, of a cut target, are not among them.
+        assert answer["num_forwards"] == decode_stats(trace).steps
+    assert own[2]["num_forwards"] < 23, "lookup drafts on such a prompt"
     # The model drafts for itself: settings named it, and it is always right.
     rounds = decode(Trace, drafted["trace"]).rounds[1:]
     assert [r.num_accepted for r in rounds] == [5, 5, 5, 5]
+    assert drafted["num_forwards"] == 4
     assert refused["error"] == "depth must be 0 or more, got -1"
 
 
@@ -189,6 +260,9 @@ def test_it_runs_as_a_program(tiny_folder: Any) -> None:
         capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    machine, answer = map(json.loads, done.stdout.splitlines())
-    assert machine["machine"]["num_threads"] == 1
+    told, answer = map(json.loads, done.stdout.splitlines())
+    assert told["machine"]["num_threads"] == 1
     assert len(answer["token_ids"]) == 24
+    assert answer["num_forwards"] == 23
+    assert answer["peak_bytes"] > 10 << 20
+    assert answer["peak_cuda_bytes"] is None

@@ -1,0 +1,1 @@
+"""What candidates speed up: language models and speech models, under one contract (``base.Workload``)."""
