@@ -113,19 +113,19 @@ def _ratio_by_pair(stock: Sequence[Decode], arm: Sequence[Decode]) -> dict[int, 
 
 def _tokens_per_step(arm: Sequence[Decode]) -> float | None:
     """Emitted after the prompt's own token per forward: counted, traced or reported, in that order."""
-    for decode in arm:
-        steps = _steps(decode)
+    for one in arm:
+        steps = _steps(one)
         if steps:
-            return (decode.leg.num_tokens - 1) / steps
+            return (one.leg.num_tokens - 1) / steps
     return None
 
 
-def _steps(decode: Decode) -> int | None:
-    if decode.leg.num_forwards:
-        return decode.leg.num_forwards
-    if decode.trace is not None:
-        return stats.decode_stats(decode.trace).steps
-    return decode.leg.counters.steps if decode.leg.counters else None
+def _steps(one: Decode) -> int | None:
+    if one.leg.num_forwards:
+        return one.leg.num_forwards
+    if one.trace is not None:
+        return stats.decode_stats(one.trace).steps
+    return one.leg.counters.steps if one.leg.counters else None
 
 
 def _benchmark(evidence: Evidence, inputs: Sequence[_Input]) -> stats.RatioStats | None:
@@ -239,10 +239,10 @@ def _decode_stats(evidence: Evidence, inputs: Sequence[_Input]) -> dict[str, Any
     return stats.median_stats(rows) if rows else None
 
 
-def _leg_stats(decode: Decode) -> stats.DecodeStats | None:
-    if decode.trace is not None:
-        return stats.decode_stats(decode.trace)
-    return stats.counter_stats(decode.leg.counters) if decode.leg.counters else None
+def _leg_stats(one: Decode) -> stats.DecodeStats | None:
+    if one.trace is not None:
+        return stats.decode_stats(one.trace)
+    return stats.counter_stats(one.leg.counters) if one.leg.counters else None
 
 
 def _cost(evidence: Evidence, inputs: Sequence[_Input]) -> dict[str, Any] | None:

@@ -34,7 +34,7 @@ def test_twice_as_fast_everywhere_passes_without_a_label(evaluate: Make, toy: Ma
         toy(step_ns=lambda *_: half, counters=lambda steps: Counters(steps=steps, tokens=steps)),
     )
     assert done.outcome == "pass"
-    assert re.fullmatch(r"(1\.99|2\.0\d)x, interval 1\.9\d-2\.\d\d", done.reasons)
+    assert re.match(r"faster than stock: (1\.9[89]|2\.0[0-2])x ", done.reasons)
     assert done.results["flags"] == []
     assert not done.results["metrics"]["diverse"]["data_dependent"]
     assert done.results["metrics"]["diverse"]["steps_vary"] is False
@@ -219,18 +219,18 @@ def test_a_noisy_machine_is_void(evaluate: Make, toy: Make, parts: Parts) -> Non
     assert "the machine was too noisy" in done.reasons
 
 
-def test_stock_against_itself_is_never_labelled_and_rarely_more_than_a_tie(evaluate: Make, toy: Make) -> None:
-    """Seven inputs give a 95 % interval that misses 1.00 in about one A/A run of twelve."""
+def test_stock_against_itself_is_a_tie_and_never_labelled(evaluate: Make, toy: Make) -> None:
     runs = [
         evaluate(
             toy(seed=2 * seed, counters=lambda steps: Counters(steps=steps, tokens=steps)),
             stock=toy(seed=2 * seed + 1),
         )
-        for seed in range(10)
+        for seed in range(20)
     ]
-    assert [run.results["flags"] for run in runs] == [[]] * 10
-    assert sum(run.outcome == "tie" for run in runs) >= 8
-    assert all("contains 1.00" in run.reasons for run in runs if run.outcome == "tie")
+    assert [run.results["flags"] for run in runs] == [[]] * 20
+    ties = [run for run in runs if run.outcome == "tie"]
+    assert len(ties) >= 19
+    assert all(run.reasons.startswith("no measurable difference: ") for run in ties)
 
 
 def test_a_slower_candidate_fails_and_shows_its_speed(evaluate: Make, toy: Make, parts: Parts) -> None:

@@ -610,10 +610,8 @@ def test_medians_follow_from_the_raw_legs_in_plain_arithmetic(
 )  # fmt: skip
 def test_quiet_runs_always_show_their_speed(changes: list[int], gain: int, unit: int) -> None:
     """Within 4 % of their times nothing is refused, so the property above is not about nothing."""
-    times = {
-        f"input {i}": [((1000 + c) * unit * gain, 2000 * unit, 1000 * unit)] * 3
-        for i, c in enumerate(changes)
-    }
+    stock = [(1000 + c) * unit * gain for c in changes]
+    times = {f"input {i}": [(ns, 2000 * unit, 1000 * unit)] * 3 for i, ns in enumerate(stock)}
     found = compute(bench(times))
     medians = [ns / (1000 * unit) for ns in stock]
     assert found["speedup"]["median"] == median(medians)

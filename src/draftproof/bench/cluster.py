@@ -7,18 +7,30 @@ the node they ran on. A node that dies loses only the pair it was decoding, whic
 from __future__ import annotations
 
 import os
+import re
+import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from draftproof.bench.run import Announce, Item
 from draftproof.bench.station import Station, StationSettings
 from draftproof.errors import OptionError, UsageError
 from draftproof.folder import Decode
-from draftproof.models.load import resolve
+
+if TYPE_CHECKING:  # a node's own process stays without torch: it only passes on
+    from draftproof.bench.run import Announce, Item
+
+_CONNECT_SECONDS = 5.0
+
+
+def named_station(settings: StationSettings, warm_ids: Sequence[int]) -> Station:
+    """A station whose ``folder`` is a name or path that this node resolves in its own cache."""
+    from draftproof.models.load import resolve
+
+    folder = resolve(settings.base["folder"], settings.base["dtype"])
+    return Station(replace(settings, base=settings.base | {"folder": str(folder)}), warm_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,14 +40,12 @@ class OnRay:
     Args:
         address: of the cluster's head, ``auto`` for the one this machine belongs to.
         model: name or path every node resolves for itself.
-        dtype: of the weights.
-        station: what decodes on a node.
+        station: what decodes on a node; its settings name the model as ``folder``.
     """
 
     address: str
     model: str
-    dtype: str
-    station: Callable[[StationSettings, Sequence[int]], Station] = Station
+    station: Callable[[StationSettings, Sequence[int]], Station] = named_station
 
     def __call__(self, settings: StationSettings, warm_ids: Sequence[int]) -> Fleet:
         """Stations that are started when the fleet is entered."""
@@ -46,8 +56,7 @@ class RemoteStation:
     """What runs on a node: a station whose legs carry the node's name."""
 
     def __init__(self, place: OnRay, settings: StationSettings, warm_ids: Sequence[int], host: str) -> None:
-        folder: Path = resolve(place.model, place.dtype)  # every node has a cache of its own
-        mine = replace(settings, base=settings.base | {"folder": str(folder)})
+        mine = replace(settings, base=settings.base | {"folder": place.model})
         self._host = host
         self._station = place.station(mine, warm_ids).__enter__()
 
@@ -55,9 +64,9 @@ class RemoteStation:
         """The node's name, once both processes are warm."""
         return self._host
 
-    def pair(self, item: Item) -> list[Decode]:
+    def pair(self, label: str, pair: int, prompt_ids: Sequence[int]) -> list[Decode]:
         """One pair, decoded here."""
-        decodes = self._station.pair(item.label, item.pair, item.prompt_ids)
+        decodes = self._station.pair(label, pair, prompt_ids)
         return [replace(d, leg=replace(d.leg, host=self._host)) for d in decodes]
 
     def close(self) -> None:
@@ -74,6 +83,7 @@ class Fleet:
 
     def __enter__(self) -> Self:
         ray = _ray()
+        _check_reachable(self._place.address)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
             ray.init(address=self._place.address, logging_level="ERROR", log_to_driver=False)
@@ -128,7 +138,7 @@ class Fleet:
             while waiting and free:
                 item, station = waiting.popleft(), free.pop()
                 announce(item)
-                running[station.pair.remote(item)] = (item, station)
+                running[station.pair.remote(item.label, item.pair, item.prompt_ids)] = (item, station)
             if not running:
                 raise UsageError(f"every Ray node is gone; {len(waiting)} pairs are left: resume the run")
             (done,), _ = ray.wait(list(running), num_returns=1)
@@ -140,15 +150,28 @@ class Fleet:
                 self._stations.remove(station)
                 continue
             except ray.exceptions.RayTaskError as error:
+                if not isinstance(error.cause, UsageError):
+                    raise  # a bug keeps its traceback
                 raise UsageError(f"{item.label}: {_reason(error)}") from error
             free.append(station)
             yield item, decodes
 
 
+def _check_reachable(address: str) -> None:
+    """Refuse a host and port where nothing listens: Ray itself would try again for minutes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or "://" in address:
+        return  # ``auto`` and other forms Ray resolves or refuses at once
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise UsageError(f"no Ray cluster at {address!r}: {error}") from error
+
+
 def _reason(error: Exception) -> str:
     """The node's own message in one line."""
     cause = getattr(error, "cause", None) or error
-    return str(cause).strip().splitlines()[-1]
+    return re.sub(r"^draftproof\.errors\.\w+: ", "", str(cause).strip().splitlines()[-1])
 
 
 def _ray() -> Any:

@@ -11,13 +11,13 @@ from typing import Any
 from draftproof.bench.evaluate import (
     Candidate,
     EvaluateSettings,
-    Report,
     base_line,
     freeze,
     judged_line,
     resolved,
 )
 from draftproof.bench.integrate import Arms, Choice, PairTimes
+from draftproof.bench.run import Report
 from draftproof.bench.runner import ChildRunner, Failure
 from draftproof.bench.workloads.base import Inputs
 from draftproof.bench.workloads.build import build_workload

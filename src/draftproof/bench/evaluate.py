@@ -152,6 +152,7 @@ def evaluate_e2e(
     workload = build_workload(settings.workload, options)
     if candidate.drafter is not None and settings.workload != "llm":
         raise OptionError("a drafter decodes language models; use --workload llm")
+    settings = replace(settings, options={**workload.options, "model": settings.options["model"]})
     case = freeze(workload, settings)
     base = base_line(settings, options)
     if source is not None:

@@ -6,16 +6,13 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rich.text import Text
 
 from draftproof.cli.terminal import progress_line, quiet_transformers, stderr, stdout
+from draftproof.folder import Evidence
 from draftproof.wire import encode
-
-if TYPE_CHECKING:
-    from draftproof.audit import AuditReport
-    from draftproof.folder import Evidence
 
 # More of one kind say nothing new on a terminal; --json and audit.json have them all.
 _MOST_SHOWN = 20
@@ -59,8 +56,8 @@ def rebuild(evidence: Evidence) -> dict[str, Sequence[int]]:
     }
 
 
-def lines(report: AuditReport) -> list[str]:
-    """The verdict, what it rests on, failures, and what else a reader has to know."""
+def lines(report: Any) -> list[str]:
+    """An ``AuditReport`` for people: verdict, what it rests on, failures, what else one has to know."""
     failures = [f for f in report.findings if f.is_failure]
     notes = [f for f in report.findings if not f.is_failure]
     head = "PASS" if report.outcome == "pass" else f"FAIL: {_count(len(failures), 'finding')}"
@@ -74,7 +71,7 @@ def lines(report: AuditReport) -> list[str]:
     return [head, checked, *shown, *(f"note: {f.message}" for f in notes[:_MOST_SHOWN])]
 
 
-def _replayed(report: AuditReport) -> str:
+def _replayed(report: Any) -> str:
     if report.num_outputs is None:
         return "no token replayed"
     tokens = f"{_count(report.num_tokens, 'token')} of {_count(report.num_outputs, 'output')} replayed"

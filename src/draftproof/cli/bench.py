@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -16,9 +16,6 @@ from draftproof.cli.audit import lines as audit_lines
 from draftproof.cli.generate import parse_depth
 from draftproof.cli.terminal import Report, progress_line, quiet_transformers, stderr, stdout
 from draftproof.wire import encode
-
-if TYPE_CHECKING:
-    from draftproof.audit import AuditReport
 
 _INTERRUPTED = 130
 
@@ -52,7 +49,7 @@ def run(settings: dict[str, Any], wishes: Wishes) -> int:
     if wishes.ray is not None:
         from draftproof.bench.cluster import OnRay
 
-        place = OnRay(address=wishes.ray, model=made.model, dtype=made.dtype)
+        place = OnRay(address=wishes.ray, model=made.model)
     quiet_transformers()
     with progress_line() as report:
         results = run_bench(made, folder, report, place=place, resume=wishes.resume)
@@ -73,7 +70,7 @@ def run(settings: dict[str, Any], wishes: Wishes) -> int:
     return 0 if is_good and (checked is None or checked.outcome == "pass") else 1
 
 
-def _audit(folder: Path, report: Report) -> AuditReport:
+def _audit(folder: Path, report: Report) -> Any:
     from draftproof.audit import audit
     from draftproof.cli.audit import rebuild
 
@@ -100,7 +97,7 @@ def _publish(results: dict[str, Any], folder: Path, ledger: Path, name: str) -> 
     )  # fmt: skip
 
 
-def _show(results: dict[str, Any], checked: AuditReport | None, folder: Path) -> None:
+def _show(results: dict[str, Any], checked: Any | None, folder: Path) -> None:
     console = stdout()
     console.print(table(results))
     console.print(Text(summary(results)), soft_wrap=True)

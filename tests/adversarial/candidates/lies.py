@@ -6,7 +6,9 @@ def apply(workload):
 
     def run(inputs):
         ids = stock(inputs)
-        workload.report_stats(steps=2, verifies=2, drafted=len(ids), accepted=len(ids) - 3, tokens=len(ids) - 1)
+        workload.report_stats(
+            steps=2, verifies=2, drafted=len(ids), accepted=len(ids) - 3, tokens=len(ids) - 1
+        )
         return ids
 
     workload.run = run

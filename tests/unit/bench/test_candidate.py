@@ -127,9 +127,7 @@ def test_a_failed_run_answers_with_its_reason_and_the_next_one_is_served(
         ("apply = 3\n", "defines no function apply"),
     ],
 )
-def test_a_file_without_apply_is_refused(
-    body: str, answer: str, tiny_folder: Folder, tmp_path: Path
-) -> None:
+def test_a_file_without_apply_is_refused(body: str, answer: str, tiny_folder: Folder, tmp_path: Path) -> None:
     (only,) = talk(settings(tiny_folder("llama"), transform(tmp_path, body)), request())
     assert answer in only["refused"]
 
@@ -144,7 +142,7 @@ def test_errors_of_the_candidates_file_are_its_failures(tiny_folder: Folder, tmp
 
 def test_an_unusable_model_is_refused(tmp_path: Path) -> None:
     (only,) = talk(settings(tmp_path), request())
-    assert "config.json" in only["refused"] or "cannot" in only["refused"]
+    assert only["refused"] == f"{tmp_path} has no config.json: not a model folder"
 
 
 def test_another_file_than_the_judge_read_is_refused(tiny_folder: Folder, tmp_path: Path) -> None:
@@ -157,7 +155,8 @@ def test_a_transform_may_import_its_neighbours(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "draftproof_neighbour.py").write_text("def name(): return 'next door'\n")
     path = transform(
-        tmp_path, "import draftproof_neighbour as n\ndef apply(workload): workload.seen = n.name(), __file__\n"
+        tmp_path,
+        "import draftproof_neighbour as n\ndef apply(workload): workload.seen = n.name(), __file__\n",
     )
     workload = LLMWorkload(model="m")
     apply_transform(workload, path, hashlib.sha256(path.read_bytes()).hexdigest())
@@ -214,20 +213,21 @@ def count(num_prompt: int, *feeds: int) -> int | None:
 
 
 @pytest.mark.parametrize(
-    ("feeds", "num"),
+    ("num_prompt", "feeds", "num"),
     [
-        ((10,), 0),
-        ((10, 1, 1, 1), 3),
-        ((4, 4, 2, 1, 5), 2),  # the prompt in pieces
-        ((4, 4, 1, 1), 1),  # its last piece is a single row, which the next one is not
-        ((13, 4), 1),  # drafts behind the prompt
-        ((1, 1, 1), 2),  # a prompt known from before
-        ((), None),
+        (10, (10, 1, 1, 1), 3),
+        (10, (10,), 0),
+        (10, (4, 4, 2, 1, 5), 2),  # the prompt in pieces
+        (9, (4, 4, 1, 1), 1),  # its last piece is a single row
+        (10, (13, 4), 1),  # drafts behind the prompt
+        (10, (1, 1, 1), 2),  # a prompt known from before
+        (10, (), None),
     ],
-)  # fmt: skip
-def test_forwards_after_the_prompts_are_counted(feeds: tuple[int, ...], num: int | None) -> None:
-    expected = {(4, 4, 1, 1): 1}.get(feeds, num)
-    assert count(9 if feeds == (4, 4, 1, 1) else 10, *feeds) == expected
+)
+def test_forwards_after_the_prompts_are_counted(
+    num_prompt: int, feeds: tuple[int, ...], num: int | None
+) -> None:
+    assert count(num_prompt, *feeds) == num
 
 
 def test_rows_are_found_wherever_the_tensor_is() -> None:
@@ -247,7 +247,7 @@ def test_weights_read_leaves_out_an_embedding_of_its_own_and_gives_up_on_experts
     assert weights_read(torch.nn.Linear(2, 2, bias=False)) == 16
 
 
-class Mute(Exception):
+class MuteError(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no words")
 
@@ -261,7 +261,7 @@ class Mute(Exception):
         (torch.OutOfMemoryError("CUDA"), "oom", "OutOfMemoryError: CUDA"),
         (RuntimeError("CUDA error: out of memory"), "oom", "RuntimeError: CUDA error: out of memory"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: x"), "oom", None),
-        (Mute(), "error", "Mute"),
+        (MuteError(), "error", "MuteError"),
     ],
 )
 def test_failures_have_a_kind_and_one_line(
@@ -283,6 +283,8 @@ def test_the_old_streams_lead_elsewhere() -> None:
         "answers.write('answer to ' + requests.readline())\n"
         "answers.flush()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], input="me\n", capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], input="me\n", capture_output=True, text=True, check=True
+    )
     assert done.stdout == "answer to me\n"
     assert done.stderr == "printed ''\nby a child\n"

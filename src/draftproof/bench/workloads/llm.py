@@ -98,10 +98,11 @@ class LLMWorkload(Workload):
         """Load the weights as users do: ``from_pretrained``, moved to the device, in evaluation mode."""
         import torch  # noqa: PLC0415 - the judge needs none
 
-        from draftproof.models.load import DTYPES  # noqa: PLC0415
+        from draftproof.models.load import DTYPES, read_config  # noqa: PLC0415
         from draftproof.models.stock import StockModel  # noqa: PLC0415
 
         folder = self.folder
+        read_config(folder)  # says in one line what is wrong with a folder
         self._stock = StockModel(folder, DTYPES[self.options["dtype"]], torch.device(self.options["device"]))
 
     def make_inputs(self, **overrides: Any) -> Inputs:

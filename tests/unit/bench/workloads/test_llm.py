@@ -1,4 +1,4 @@
-"""Prompts that do not repeat and share nothing, stock decoding with both stops, options that mean something."""
+"""Prompts that do not repeat and share nothing, stock decoding with both stops, refused options."""
 
 from __future__ import annotations
 
