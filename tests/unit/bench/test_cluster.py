@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,11 +29,6 @@ from draftproof.models import load as loading
 from draftproof.record import CostCurve, Leg, Plan
 from draftproof.wire import tokens_sha256
 
-pytestmark = [
-    pytest.mark.slow,
-    # Ray's own: files and sockets of the processes it started, left to the collector.
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-]
 SETTINGS = StationSettings(
     base={"folder": "?"}, arm="lookup", drafter="lookup", depth="auto", max_new_tokens=4, options={}
 )
@@ -42,7 +37,7 @@ WARM = (2, 1)
 
 
 class FakeStation:
-    """Logs every pair with the process that decoded it; can refuse, die, and take its time."""
+    """Logs every pair with the process that decoded it; can refuse and die."""
 
     def __init__(
         self, log: Path, plan: dict[str, str], settings: StationSettings, warm_ids: Sequence[int]
@@ -137,6 +132,7 @@ def decode_all(place: OnRay) -> tuple[list[Item], Done]:
     return announced, done
 
 
+@pytest.mark.slow
 def test_every_item_once_on_both_nodes_and_no_pair_split(nodes: Nodes) -> None:
     """The process of the last pair dies once: that pair is decoded again, elsewhere and whole."""
     announced, done = decode_all(nodes.place(d1="die"))
@@ -163,12 +159,14 @@ def test_every_item_once_on_both_nodes_and_no_pair_split(nodes: Nodes) -> None:
     }
 
 
+@pytest.mark.slow
 def test_when_every_node_is_gone_the_run_says_so(nodes: Nodes) -> None:
     with pytest.raises(UsageError) as caught:
         decode_all(nodes.place(a0="die", a1="die"))
     assert str(caught.value) == "every Ray node is gone; 8 pairs are left: resume the run"
 
 
+@pytest.mark.slow
 def test_a_station_that_cannot_start_is_one_line(nodes: Nodes) -> None:
     with pytest.raises(UsageError) as caught:
         decode_all(nodes.place(start="the engine worker died"))
@@ -207,6 +205,7 @@ def bench(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[s
     return run
 
 
+@pytest.mark.slow
 def test_a_refused_decode_is_one_line_and_the_run_can_be_resumed(
     nodes: Nodes, bench: Callable[..., dict[str, Any]]
 ) -> None:
