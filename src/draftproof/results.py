@@ -197,7 +197,7 @@ def _input_case(evidence: Evidence, item: _Input) -> verdict.InputCase:
     solo = evidence.of(item.label, SOLO)
     return verdict.InputCase(
         label=item.label, num_expected=item.stock[0].leg.num_tokens if item.stock else 0,
-        num_emitted=tuple(d.leg.num_tokens for d in evidence.of(item.label)),
+        num_emitted=tuple(d.leg.num_tokens for d in evidence.of(item.label) if d.leg.arm != SOLO),
         num_mismatched=item.num_mismatched, first_difference=item.first_difference, speedups=item.whole,
         noise=stats.pair_noise(item.whole), speculation=gain, tokens_per_step=item.tokens_per_step,
         first_seen=median(item.first) if item.first else None, repeats=item.repeats,
