@@ -76,6 +76,8 @@ class BenchSettings:
             raise OptionError(f"max_new_tokens must be 1 or more, got {self.max_new_tokens}")
         if self.drafter == "none":
             raise OptionError("drafter 'none' is the own serial arm, which every bench times anyway")
+        if isinstance(self.depth, str) and self.depth != "auto":
+            raise OptionError(f"depth must be a number or 'auto', got {self.depth!r}")
         if self.stop not in ("natural", "fixed"):
             raise OptionError(f"stop must be natural or fixed, got {self.stop!r}")
 

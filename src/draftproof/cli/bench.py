@@ -148,10 +148,17 @@ def summary(results: dict[str, Any]) -> str:
 
 def _speed_lines(results: dict[str, Any]) -> list[str]:
     whole, diverse = results["speedup"], results["metrics"]["diverse"]
-    lines = [
-        f"median speedup {whole['median']:.2f}x{_around(whole)}, worst input {results['worst_input']}"
-        f" {whole['low']:.2f}x, best {results['best_input']} {whole['high']:.2f}x"
-    ]
+    if len(results["inputs"]) > 1:
+        lines = [
+            f"median speedup {whole['median']:.2f}x{_around(whole, 'inputs')},"
+            f" worst input {results['worst_input']} {whole['low']:.2f}x,"
+            f" best {results['best_input']} {whole['high']:.2f}x"
+        ]
+    else:
+        lines = [
+            f"median speedup {whole['median']:.2f}x{_around(whole, 'pairs')},"
+            f" pairs from {whole['low']:.2f}x to {whole['high']:.2f}x"
+        ]
     serial, gain = results["serial_speedup"], results["speculation_speedup"]
     if serial and gain:
         lines.append(
@@ -170,10 +177,10 @@ def _speed_lines(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _around(ratio: dict[str, Any]) -> str:
+def _around(ratio: dict[str, Any], over: str) -> str:
     if not ratio["interval"]:
         return ""
-    return f" (95 % interval {ratio['interval'][0]:.2f}-{ratio['interval'][1]:.2f} over inputs)"
+    return f" (95 % interval {ratio['interval'][0]:.2f}-{ratio['interval'][1]:.2f} over {over})"
 
 
 def _interval(ratio: dict[str, Any] | None) -> str:

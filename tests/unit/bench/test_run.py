@@ -356,6 +356,10 @@ class TestRefusals:
         with pytest.raises(OptionError, match="serial arm"):
             BenchSettings(model="x", drafter="none")
 
+    def test_a_depth_that_is_none(self) -> None:
+        with pytest.raises(OptionError, match="a number or 'auto', got 'deep'"):
+            BenchSettings(model="x", depth="deep")
+
     def test_a_stop_that_is_none(self) -> None:
         with pytest.raises(OptionError, match="natural or fixed, got 'maybe'"):
             BenchSettings(model="x", stop="maybe")

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import draftproof
 from draftproof.cli import bench, doctor, generate, models
+from draftproof.ledger import DEFAULT_PLACE
 from draftproof.models.catalog import DEFAULT_MODEL
 
 app_module = importlib.import_module("draftproof.cli.app")
@@ -156,23 +157,36 @@ class TestBench:
         assert invoke("bench") == (0, "")
         settings = {
             "model": DEFAULT_MODEL, "drafter": "auto", "depth": "auto", "suite": "diverse", "labels": (),
-            "pairs": 3, "max_new_tokens": 256, "prompt_len": 512, "dtype": "bfloat16", "device": "cpu",
-            "claim": "auto", "threads": None, "draft_model": None, "exit_layer": None,
+            "pairs": 3, "max_new_tokens": 256, "prompt_len": 512, "stop": "natural", "chat": None,
+            "dtype": "bfloat16", "device": "cpu", "claim": "auto", "threads": None, "draft_model": None,
+            "exit_layer": None,
         }  # fmt: skip
-        assert seen["bench.run"] == ((settings, None), {"json_output": False})
+        wishes = bench.Wishes(
+            out=None, resume=False, audit=True, ray=None, ledger=DEFAULT_PLACE, json_output=False
+        )
+        assert seen["bench.run"] == ((settings, wishes), {})
 
     def test_every_option(self, invoke: Invoke, seen: dict[str, Any]) -> None:
         invoke(
             "bench", *LOAD_ARGUMENTS, "--drafter", "lookup", "--depth", "4", "--suite", "s.jsonl", "--labels",
             "a", "--labels", "b", "--pairs", "9", "--max-new-tokens", "8", "--prompt-len", "77",
-            "--draft-model", "d", "--exit-layer", "2", "--out", "runs/x", "--json",
+            "--draft-model", "d", "--exit-layer", "2", "--out", "runs/x", "--json", "--stop", "fixed",
+            "--raw", "--resume", "--no-audit", "--ray", "auto", "--ledger", "l.jsonl",
         )  # fmt: skip
         settings = {
             "model": "m", "drafter": "lookup", "depth": "4", "suite": "s.jsonl", "labels": ("a", "b"),
-            "pairs": 9, "max_new_tokens": 8, "prompt_len": 77, "dtype": "float32", "device": "meta",
-            "claim": "fixed", "threads": 3, "draft_model": "d", "exit_layer": 2,
+            "pairs": 9, "max_new_tokens": 8, "prompt_len": 77, "stop": "fixed", "chat": False,
+            "dtype": "float32", "device": "meta", "claim": "fixed", "threads": 3, "draft_model": "d",
+            "exit_layer": 2,
         }  # fmt: skip
-        assert seen["bench.run"] == ((settings, Path("runs/x")), {"json_output": True})
+        wishes = bench.Wishes(
+            out=Path("runs/x"), resume=True, audit=False, ray="auto", ledger=Path("l.jsonl"), json_output=True
+        )
+        assert seen["bench.run"] == ((settings, wishes), {})
+
+    def test_the_chat_template_can_be_asked_for(self, invoke: Invoke, seen: dict[str, Any]) -> None:
+        invoke("bench", "--chat")
+        assert seen["bench.run"][0][0]["chat"] is True
 
     @pytest.mark.parametrize("code", [0, 1, 130])
     def test_the_exit_code_is_the_handlers(self, code: int, invoke: Invoke, seen: dict[str, Any]) -> None:
