@@ -148,6 +148,7 @@ def _case(evidence: Evidence, inputs: Sequence[_Input]) -> verdict.Case:
     return verdict.Case(
         inputs=tuple(_input_case(evidence, item) for item in inputs), num_expected_inputs=expected,
         is_exact_mode=_quality(evidence) == "exact", status=evidence.status,
+        needs_all=evidence.kind == "evaluate",
         speedup=speed.value if speed else None, interval=speed.interval if speed else None, over=over,
         floor_seconds=evidence.floor.seconds if evidence.floor else None,
         rounds_drafted=sum(c.verifies for c in counted) + sum(c.verifies for c in told),
@@ -186,7 +187,8 @@ def _gate_rows(evidence: Evidence) -> list[dict[str, Any]]:
 
 
 def _input_case(evidence: Evidence, item: _Input) -> verdict.InputCase:
-    gain = stats.summarise(item.gain).interval if item.gain else None
+    gain = stats.summarise(item.gain) if item.gain else None
+    around = (gain.interval or (gain.low, gain.high)) if gain else None
     legs = [
         verdict.LegCase(
             seconds=d.leg.duration_ns / 1e9, num_tokens=d.leg.num_tokens, num_forwards=d.leg.num_forwards,
@@ -199,7 +201,7 @@ def _input_case(evidence: Evidence, item: _Input) -> verdict.InputCase:
         label=item.label, num_expected=item.stock[0].leg.num_tokens if item.stock else 0,
         num_emitted=tuple(d.leg.num_tokens for d in evidence.of(item.label) if d.leg.arm != SOLO),
         num_mismatched=item.num_mismatched, first_difference=item.first_difference, speedups=item.whole,
-        noise=stats.pair_noise(item.whole), speculation=gain, tokens_per_step=item.tokens_per_step,
+        noise=stats.pair_noise(item.whole), speculation=around, tokens_per_step=item.tokens_per_step,
         first_seen=median(item.first) if item.first else None, repeats=item.repeats,
         stock_seconds=tuple(d.leg.duration_ns / 1e9 for d in item.stock),
         solo_seconds=tuple(d.leg.duration_ns / 1e9 for d in solo), legs=tuple(legs),

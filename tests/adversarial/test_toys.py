@@ -230,7 +230,7 @@ def test_stock_against_itself_is_a_tie_and_never_labelled(evaluate: Make, toy: M
     assert [run.results["flags"] for run in runs] == [[]] * 20
     ties = [run for run in runs if run.outcome == "tie"]
     assert len(ties) >= 19
-    assert all(run.reasons.startswith("no measurable difference: ") for run in ties)
+    assert all(run.reasons.startswith("not shown to differ from stock's speed: ") for run in ties)
 
 
 def test_a_slower_candidate_fails_and_shows_its_speed(evaluate: Make, toy: Make, parts: Parts) -> None:

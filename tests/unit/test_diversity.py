@@ -16,8 +16,8 @@ def _row(label: str, *ratios: float, steps: float | None = None, good: bool = Tr
 
 
 def test_a_calm_set_worked_out() -> None:
-    rows = [_row("prose", 2.0, 2.0, 2.0, steps=0.5), _row("code", 2.1, 2.1, 2.1, steps=0.5),
-            _row("poem", 1.95, 1.95, 1.95, steps=0.5)]  # fmt: skip
+    rows = [_row("prose", *[2.0] * 5, steps=0.5), _row("code", *[2.1] * 5, steps=0.5),
+            _row("poem", *[1.95] * 5, steps=0.5)]  # fmt: skip
     assert diverse(rows) == Diverse(
         status="ok", median_speedup=2.0, min_speedup=1.95, max_speedup=2.1, min_input="poem",
         max_input="code", spread=pytest.approx(0.075), noise=0.0, threshold=0.10, steps_vary=False,

@@ -153,15 +153,14 @@ class TestFigures:
         assert found["speculation_speedup"] == ratio(2.0, 1.5, 2.0, [1.5, 2, 2])
         assert (found["worst_input"], found["best_input"]) == ("a", "c")
         assert found["geometric_mean"]["value"] == pytest.approx(24 ** (1 / 3), rel=1e-12)
-        low, high = found["geometric_mean"]["interval"]
-        assert 2 <= low < found["geometric_mean"]["value"] < high <= 4
+        assert found["geometric_mean"]["interval"] is None  # of three inputs it would be their range
 
     def test_the_verdict_rests_on_the_geometric_mean_over_inputs(self) -> None:
         """Of inputs as far apart as 2x, 3x and 4x three say little; of six within 3 to 3.3 enough."""
         found = compute(bench())
         assert found["verdict"]["outcome"] == "tie"
         figure = f"2.88x (geometric mean over 3 inputs, 99 % {_range(mean_ratio([2, 3, 4]))})"
-        assert found["verdict"]["reasons"] == [f"no measurable difference: {figure}"]
+        assert found["verdict"]["reasons"] == [f"not shown to differ from stock's speed: {figure}"]
         times = {f"input {i}": [(4800 + 96 * i, 3200, 1600)] * 3 for i in range(6)}
         ratios = [3 + 0.06 * i for i in range(6)]
         found = compute(bench(times))
@@ -383,7 +382,7 @@ class TestWithheld:
 
     def test_on_too_much_noise(self) -> None:
         """Pairs of one input spread far more than a quarter; nothing else is wrong."""
-        times = {label: [(3200, 2400, 1600), (1600, 2400, 1600), (6400, 2400, 1600)] for label in "abc"}
+        times = {label: [(3200, 2400, 1600), (3200, 2400, 3200), (3200, 2400, 800)] for label in "abc"}
         found = self.withheld(bench(times))
         assert found["verdict"]["outcome"] == "void"
         assert "too noisy" in found["verdict"]["reasons"][0]

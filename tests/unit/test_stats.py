@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from draftproof.stats import (
     decode_stats,
     first_difference,
     geometric_mean,
+    mean_ratio,
     median_stats,
     pair_noise,
     paired_ratios,
@@ -162,19 +164,23 @@ def test_few_values_have_a_median_and_no_interval(values: list[float], median: f
 @pytest.mark.parametrize(
     ("values", "interval"),
     [
-        # The median of 3 draws is the least of 3 values with probability 7/27, more than 2.5 %.
-        ([3.0, 1.0, 2.0], (1.0, 3.0)),
+        # The median of 5 draws is the least of 5 values with probability 5.8 %, more than 2.5 %.
+        ([3.0, 1.0, 5.0, 2.0, 4.0], (1.0, 5.0)),
         # Of 7: 1.0 % for the least, 10.8 % for the two least. A 99 % interval would be (1, 7).
         ([7.0, 1.0, 2.0, 6.0, 5.0, 3.0, 4.0], (2.0, 6.0)),
         # Of 9: 3.0 % for the two least. A 90 % interval would be (3, 7).
         ([9.0, 1.0, 2.0, 6.0, 5.0, 3.0, 4.0, 8.0, 7.0], (2.0, 8.0)),
-        ([1.5, 1.5, 1.5, 1.5], (1.5, 1.5)),
+        ([1.5, 1.5, 1.5, 1.5, 1.5], (1.5, 1.5)),
+        ([3.0, 1.0, 2.0], None),
+        ([1.5] * 4, None),
     ],
 )
-def test_intervals_of_the_median_worked_out(values: list[float], interval: tuple[float, float]) -> None:
+def test_intervals_of_the_median_worked_out(
+    values: list[float], interval: tuple[float, float] | None
+) -> None:
     assert bootstrap_median(values) == interval
     assert summarise(values) == RatioStats(
-        median=sorted(values)[len(values) // 2], low=min(values), high=max(values), interval=interval,
+        median=statistics.median(values), low=min(values), high=max(values), interval=interval,
         num_pairs=len(values),
     )  # fmt: skip
 
@@ -192,10 +198,11 @@ def test_intervals_depend_on_the_values_and_the_seed_alone() -> None:
     [
         ([3.0], 3.0, None),
         ([1.0, 4.0], 2.0, None),
-        # All three draws the least value: 1/27, more than 2.5 %.
-        ([4.0, 1.0, 2.0], 2.0, (1.0, 4.0)),
-        ([0.5, 0.5, 0.5, 0.5], 0.5, (0.5, 0.5)),
-        ([1.1, 1.1, 1.1], 1.1, (1.1, 1.1)),
+        ([4.0, 1.0, 2.0], 2.0, None),
+        ([0.5, 0.5, 0.5, 0.5], 0.5, None),
+        # None of five draws the 4: 33 %. Three or more: 5.8 %; four or more: 0.7 %, less than 2.5 %.
+        ([1.0, 4.0, 1.0, 1.0, 1.0], 4.0**0.2, (1.0, 4.0**0.6)),
+        ([1.1] * 5, 1.1, (1.1, 1.1)),
     ],
 )
 def test_geometric_means_worked_out(
@@ -283,3 +290,22 @@ def test_differences_counted_by_hand(
     assert first_difference(want, got) == first
     assert first_difference(tuple(got), tuple(want)) == first
     assert count_mismatches(want, got) == count_mismatches(got, want) == count
+
+
+def test_students_interval_worked_out() -> None:
+    """t(0.995, 2) = 9.9248 times the deviation of the logs over the root of three."""
+    got = mean_ratio([1.0, 2.0, 4.0])
+    assert (got.value, got.num_values) == (pytest.approx(2.0), 3)
+    reach = 9.924843 * math.log(2) / math.sqrt(3)
+    assert got.interval == pytest.approx((2 * math.exp(-reach), 2 * math.exp(reach)), rel=1e-6)
+    assert mean_ratio([1.0, 2.0]).interval is None
+
+
+@pytest.mark.parametrize("num_values", [3, 5, 12])
+def test_stock_against_itself_is_rarely_called_a_difference(num_values: int) -> None:
+    rng = np.random.default_rng(7)
+    intervals = [
+        mean_ratio(np.exp(0.05 * rng.standard_normal(num_values)).tolist()).interval for _ in range(400)
+    ]
+    missed = sum(not low <= 1 <= high for low, high in filter(None, intervals))
+    assert missed <= 12  # 4 expected at 99 %

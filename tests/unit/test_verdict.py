@@ -64,8 +64,8 @@ class TestSpeed:
         ("interval", "outcome", "word"),
         [
             ((1.001, 2.1), "pass", "2.00x (geometric mean over inputs, 99 % 1.00-2.10)"),
-            ((1.0, 2.1), "tie", "no measurable difference"),
-            ((0.9, 1.0), "tie", "no measurable difference"), ((0.8, 0.999), "fail", "slower than stock"),
+            ((1.0, 2.1), "tie", "not shown to differ"),
+            ((0.9, 1.0), "tie", "not shown to differ"), ((0.8, 0.999), "fail", "slower than stock"),
         ],
     )  # fmt: skip
     def test_the_interval_decides(self, interval: tuple[float, float], outcome: str, word: str) -> None:
@@ -234,6 +234,28 @@ class TestDoubts:
         verdict = judge(a_case(item))
         assert verdict.outcome == "void"
         assert any(f"took {later:.2f}x" in reason for reason in verdict.reasons)
+
+    @pytest.mark.parametrize("num_pairs", [3, 5])
+    def test_drift_is_seen_with_few_pairs(self, num_pairs: int) -> None:
+        slower = [1.0 + 0.3 * i for i in range(num_pairs)]
+        case = a_case(
+            an_input(stock_seconds=tuple(slower)), an_input("code", stock_seconds=(1.0, 1.0, 1.9, 1.9))
+        )
+        refused(case, "void", "stock drifted")
+        accepted(a_case(an_input(stock_seconds=(1.0,) * num_pairs)))
+
+    def test_an_evaluation_cut_short(self) -> None:
+        refused(a_case(needs_all=True, num_expected_inputs=3, status="interrupted"), "void", "only 2 of 3")
+        refused(a_case(needs_all=True, status="interrupted"), "void", "did not end: interrupted")
+        accepted(a_case(status="interrupted"))
+
+    def test_a_control_that_died(self) -> None:
+        refused(a_case(status="failed: stock: code: out of memory"), "void", "out of memory")
+
+    def test_a_warm_store_is_only_doubted_while_the_noise_is_unknown(self) -> None:
+        warm = an_input(first_seen=1.0, repeats=(1.2,), noise=None)
+        refused(a_case(warm), "void", "used again")
+        refused(a_case(replace(warm, noise=0.01)), "fail", "used again")
 
     def test_noise(self) -> None:
         refused(a_case(an_input(noise=NOISE_LIMIT + 0.01)), "void", "too noisy", "26%")

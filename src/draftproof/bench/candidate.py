@@ -32,7 +32,6 @@ from draftproof.bench.workloads.build import build_workload
 from draftproof.clock import RealClock
 from draftproof.errors import UsageError
 from draftproof.machine import describe, memory_floor, peak_bytes, peak_cuda_bytes, reset_peaks
-from draftproof.record import Counters
 from draftproof.wire import encode
 
 Message = dict[str, Any]
@@ -172,35 +171,21 @@ def _candidates_own(call: Callable[[], Any]) -> None:
 
 
 def _engine(settings: Message) -> tuple[Run, Message]:
-    """A built-in drafter, run by the engine."""
-    from draftproof import engine as engines  # noqa: PLC0415 - the control never loads the engine
-    from draftproof.bench.worker import Counter, counting  # noqa: PLC0415
+    """A built-in drafter, run by the engine as a bench runs it."""
+    from draftproof.bench.worker import open_engine  # noqa: PLC0415 - the control never loads the engine
 
-    load = {name: settings[name] for name in ("dtype", "device", "claim")}
-    engine = engines.load(settings["model"], **load)
-    draft_model = None
-    if settings["draft_model"] is not None:
-        place = {"dtype": settings["dtype"], "device": settings["device"]}
-        draft_model = engines.load_target(settings["draft_model"], **place, like=engine)
-    counter = Counter()
-    engine.target.open = counting(engine.target.open, counter)  # type: ignore[assignment, method-assign]
+    engine, decode = open_engine({**settings, "folder": settings["model"]})
 
     def run(request: Message) -> Message:
-        counter.num_calls = 0
         length = request["max_new_tokens"]
-        trace = engine.decode(
+        done = decode(
             request["prompt_ids"], max_new_tokens=length, drafter=settings["drafter"],
-            depth=settings["depth"], draft_model=draft_model, exit_layer=settings["exit_layer"],
+            depth=settings["depth"],
             **({"min_new_tokens": length} if settings["stop"] == "fixed" else {}),
         )  # fmt: skip
-        told = stats.decode_stats(trace)
-        counters = Counters(
-            steps=told.steps, verifies=told.verifies, drafted=told.drafted, accepted=told.accepted,
-            tokens=told.tokens - 1,
-        )  # fmt: skip
         return {
-            "token_ids": list(trace.token_ids), "counters": asdict(counters), "trace": encode(trace),
-            "num_forwards": counter.num_calls,
+            "token_ids": list(done.trace.token_ids), "counters": asdict(stats.own_counters(done.trace)),
+            "trace": encode(done.trace), "num_forwards": done.num_forwards,
         }  # fmt: skip
 
     return run, {"plan": encode(engine.plan), "cost_curve": encode(engine.curve)}

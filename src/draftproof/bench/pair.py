@@ -19,7 +19,7 @@ from draftproof import stats
 from draftproof.clock import Clock
 from draftproof.errors import UsageError
 from draftproof.folder import Decode
-from draftproof.record import Counters, Leg, Trace
+from draftproof.record import Leg, Trace
 from draftproof.wire import decode, tokens_sha256
 
 
@@ -118,7 +118,7 @@ class Stopwatch:
             label=label, arm=arm.name, pair=pair, order=self.num_legs, start_ns=start, duration_ns=duration,
             num_tokens=len(ids), tokens_sha256=tokens_sha256(ids), peak_bytes=reply["peak_bytes"],
             peak_cuda_bytes=reply.get("peak_cuda_bytes"), is_first_seen=seen not in self._seen,
-            num_forwards=reply.get("num_forwards"), counters=_counters(trace),
+            num_forwards=reply.get("num_forwards"), counters=stats.own_counters(trace) if trace else None,
         )  # fmt: skip
         self._seen.add(seen)
         self.num_legs += 1
@@ -134,14 +134,3 @@ class Stopwatch:
         """
         order = list(reversed(arms)) if pair % 2 == 0 else list(arms)
         return [self.time(arm, label, pair, prompt_ids, max_new) for arm in order]
-
-
-def _counters(trace: Trace | None) -> Counters | None:
-    """What the engine's own trace says it did, to be compared with what was counted."""
-    if trace is None:
-        return None
-    told = stats.decode_stats(trace)
-    return Counters(
-        steps=told.steps, verifies=told.verifies, drafted=told.drafted, accepted=told.accepted,
-        tokens=told.tokens - 1,  # the first comes from the prompt's own forward
-    )  # fmt: skip

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from draftproof.record import Trace
 
 Request = dict[str, Any]
 Decode = Callable[[Request], dict[str, Any]]
@@ -37,8 +40,33 @@ def _stock(settings: Request) -> Decode:
 
 
 def _engine(settings: Request) -> Decode:
-    from draftproof import engine as engines
     from draftproof.wire import encode
+
+    _, run = open_engine(settings)
+
+    def decode(request: Request) -> dict[str, Any]:
+        done = run(
+            request["prompt_ids"], max_new_tokens=request["max_new_tokens"], drafter=request["drafter"],
+            depth=request["depth"], **request["options"],
+        )  # fmt: skip
+        return {
+            "token_ids": done.trace.token_ids, "trace": encode(done.trace), "num_forwards": done.num_forwards
+        }  # fmt: skip
+
+    return decode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """A decode's trace, and the verifications its sessions really ran."""
+
+    trace: Trace
+    num_forwards: int
+
+
+def open_engine(settings: Request) -> tuple[Any, Callable[..., Counted]]:
+    """The engine, and its ``decode`` with every forward counted: one arm for benches and evaluations."""
+    from draftproof import engine as engines
 
     load = {key: settings[key] for key in ("dtype", "device", "claim")}
     engine = engines.load(settings["folder"], **load)
@@ -47,20 +75,17 @@ def _engine(settings: Request) -> Decode:
         draft_model = engines.load_target(
             settings["draft_model"], dtype=settings["dtype"], device=settings["device"], like=engine
         )
-
     counter = Counter()
     engine.target.open = counting(engine.target.open, counter)  # type: ignore[assignment, method-assign]
 
-    def decode(request: Request) -> dict[str, Any]:
+    def run(prompt_ids: Sequence[int], **options: Any) -> Counted:
         counter.num_calls = 0
         trace = engine.decode(
-            request["prompt_ids"], max_new_tokens=request["max_new_tokens"], drafter=request["drafter"],
-            depth=request["depth"], draft_model=draft_model, exit_layer=settings["exit_layer"],
-            **request["options"],
-        )  # fmt: skip
-        return {"token_ids": trace.token_ids, "trace": encode(trace), "num_forwards": counter.num_calls}
+            prompt_ids, draft_model=draft_model, exit_layer=settings["exit_layer"], **options
+        )
+        return Counted(trace=trace, num_forwards=counter.num_calls)
 
-    return decode
+    return engine, run
 
 
 class Counter:

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from draftproof.cli.audit import lines as audit_lines
 from draftproof.cli.generate import parse_depth
+from draftproof.cli.publish import publish
 from draftproof.cli.terminal import Report, progress_line, quiet_transformers, stderr, stdout
 from draftproof.wire import encode
 
@@ -57,7 +59,7 @@ def run(settings: dict[str, Any], wishes: Wishes) -> int:
         if wishes.audit and results["inputs"] and results["status"] == "complete":
             checked = _audit(folder, report)
         if results["inputs"]:
-            _publish(results, folder, wishes.ledger, settings["drafter"])
+            publish(results, folder, wishes.ledger, name=settings["drafter"], kind="bench")
     if wishes.json_output:
         sys.stdout.write(
             json.dumps(results | {"audit": encode(checked) if checked else None, "run": str(folder)}) + "\n"
@@ -78,25 +80,6 @@ def _audit(folder: Path, report: Report) -> Any:
     return audit(folder, progress=report, prompts=rebuild)
 
 
-def _publish(results: dict[str, Any], folder: Path, ledger: Path, name: str) -> None:
-    """The report into the folder, the seal over all of it, one row into the ledger."""
-    from draftproof.folder import read_run, seal
-    from draftproof.ledger import Ledger, row_from_results
-    from draftproof.report.page import write_report
-
-    write_report(folder)
-    sealed = seal(folder)
-    if results["status"] != "complete":
-        return
-    facts = read_run(folder)[0].provenance
-    Ledger(ledger).append(
-        row_from_results(
-            results, name=name, kind="bench", run=str(folder), seal=sealed, time=facts["started"],
-            argv=tuple(facts["argv"]),
-        )
-    )  # fmt: skip
-
-
 def _show(results: dict[str, Any], checked: Any | None, folder: Path) -> None:
     console = stdout()
     console.print(table(results))
@@ -111,11 +94,14 @@ def _show(results: dict[str, Any], checked: Any | None, folder: Path) -> None:
 
 def table(results: dict[str, Any]) -> Table:
     """One line an input: ratios with their interval, tokens per verification, equality."""
-    made = Table(title=Text(f"{results['model']} · {results['dtype']} · claim {results['claim']}"))
-    made.add_column("input")
-    for column in ("tokens", "own serial", results["arm"], "95 %", "noise", "tok/verify", "tok/forward"):
-        made.add_column(column, justify="right")
-    made.add_column("tokens equal stock's")
+    title = f"{results['model']} · {results['dtype']} · claim {results['claim']}"
+    made = Table(title=Text(title), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    made.add_column("input", no_wrap=True)
+    has_intervals = any((row["speedup"] or {}).get("interval") for row in results["inputs"])
+    around = "95 %" if has_intervals else "range of pairs"
+    for column in ("tokens", "own serial", results["arm"], around, "noise", "tok a verify", "tok a forward"):
+        made.add_column(column, justify="right", no_wrap=column == around)
+    made.add_column("equal stock's")
     for row in results["inputs"]:
         counters = row["decode_stats"] or {}
         made.add_row(
@@ -147,18 +133,8 @@ def summary(results: dict[str, Any]) -> str:
 
 
 def _speed_lines(results: dict[str, Any]) -> list[str]:
-    whole, diverse = results["speedup"], results["metrics"]["diverse"]
-    if len(results["inputs"]) > 1:
-        lines = [
-            f"median speedup {whole['median']:.2f}x{_around(whole, 'inputs')},"
-            f" worst input {results['worst_input']} {whole['low']:.2f}x,"
-            f" best {results['best_input']} {whole['high']:.2f}x"
-        ]
-    else:
-        lines = [
-            f"median speedup {whole['median']:.2f}x{_around(whole, 'pairs')},"
-            f" pairs from {whole['low']:.2f}x to {whole['high']:.2f}x"
-        ]
+    diverse = results["metrics"]["diverse"]
+    lines = _quoted(results)
     serial, gain = results["serial_speedup"], results["speculation_speedup"]
     if serial and gain:
         lines.append(
@@ -177,6 +153,28 @@ def _speed_lines(results: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _quoted(results: dict[str, Any]) -> list[str]:
+    """The number a run is quoted by and the spread beside it: an evaluation's is its main input's."""
+    whole, diverse = results["speedup"], results["metrics"]["diverse"]
+    pairs = f"pairs from {whole['low']:.2f}x to {whole['high']:.2f}x"
+    if any(row["role"] == "main" for row in results["inputs"]):
+        lines = [f"main input {whole['median']:.2f}x{_around(whole, 'pairs')}, {pairs}"]
+        if diverse["median_speedup"] is not None:
+            lines.append(
+                f"diverse set: median {diverse['median_speedup']:.2f}x,"
+                f" worst input {diverse['min_input']} {diverse['min_speedup']:.2f}x,"
+                f" best {diverse['max_input']} {diverse['max_speedup']:.2f}x"
+            )
+        return lines
+    if len(results["inputs"]) == 1:
+        return [f"median speedup {whole['median']:.2f}x{_around(whole, 'pairs')}, {pairs}"]
+    return [
+        f"median speedup {whole['median']:.2f}x{_around(whole, 'inputs')},"
+        f" worst input {results['worst_input']} {whole['low']:.2f}x,"
+        f" best {results['best_input']} {whole['high']:.2f}x"
+    ]
+
+
 def _around(ratio: dict[str, Any], over: str) -> str:
     if not ratio["interval"]:
         return ""
@@ -184,9 +182,11 @@ def _around(ratio: dict[str, Any], over: str) -> str:
 
 
 def _interval(ratio: dict[str, Any] | None) -> str:
-    if ratio is None or not ratio["interval"]:
+    """The interval, or with few pairs, which have none, their range."""
+    if ratio is None:
         return ""
-    return f"{ratio['interval'][0]:.2f}-{ratio['interval'][1]:.2f}"
+    low, high = ratio["interval"] or (ratio["low"], ratio["high"])
+    return f"{low:.2f}-{high:.2f}"
 
 
 def _times(ratio: dict[str, Any] | None) -> str:

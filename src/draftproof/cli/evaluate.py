@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from draftproof.cli.bench import summary
 from draftproof.cli.generate import parse_depth
+from draftproof.cli.publish import publish
 from draftproof.cli.terminal import progress_line, quiet_transformers, stderr, stdout
 
 _INTERRUPTED = 130
@@ -38,7 +40,7 @@ def run(candidate: dict[str, Any], settings: dict[str, Any], place: Place) -> in
     quiet_transformers()
     with progress_line() as report:
         results = evaluate_e2e(judged, made, folder, report)
-        _publish(results, folder, place.ledger)
+        publish(results, folder, place.ledger, name=results["arm"], kind="evaluate")
     if place.json_output:
         sys.stdout.write(json.dumps(results | {"run": str(folder)}) + "\n")
     else:
@@ -49,25 +51,6 @@ def run(candidate: dict[str, Any], settings: dict[str, Any], place: Place) -> in
     if results["status"] == "interrupted":
         return _INTERRUPTED
     return 0 if results["verdict"]["outcome"] == "pass" else 1
-
-
-def _publish(results: dict[str, Any], folder: Path, ledger: Path) -> None:
-    """The report into the folder, the seal over all of it, one row into the ledger unless interrupted."""
-    from draftproof.folder import read_run, seal
-    from draftproof.ledger import Ledger, row_from_results
-    from draftproof.report.page import write_report
-
-    write_report(folder)
-    sealed = seal(folder)
-    if results["status"] == "interrupted":
-        return
-    facts = read_run(folder)[0].provenance
-    Ledger(ledger).append(
-        row_from_results(
-            results, name=results["arm"], kind="evaluate", run=str(folder), seal=sealed,
-            time=facts["started"], argv=tuple(facts["argv"]),
-        )
-    )  # fmt: skip
 
 
 def parse_options(pairs: list[str]) -> dict[str, Any]:
@@ -92,16 +75,16 @@ def parse_options(pairs: list[str]) -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> Table:
     """One line an input: speed at first sight and on repeats, what was accepted, equality."""
-    made = Table(title=Text(f"{results['arm']} on {results['model']} · {results['dtype']}"))
-    made.add_column("input")
-    made.add_column("role")
-    for column in ("tokens", "speedup", "95 %", "noise", "first seen", "repeats", "tok/forward"):
-        made.add_column(column, justify="right")
-    made.add_column("output equals stock's")
+    title = f"{results['arm']} on {results['model']} · {results['dtype']}"
+    made = Table(title=Text(title), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    made.add_column("input", no_wrap=True)
+    for column in ("tokens", "speedup", "95 %", "noise", "first seen", "repeat", "tok a forward"):
+        made.add_column(column, justify="right", no_wrap=column == "95 %")
+    made.add_column("equal stock's")
     for row in results["inputs"]:
         interval = (row["speedup"] or {}).get("interval")
         made.add_row(
-            Text(row["label"]), row["role"], str(row["num_tokens"]), _times(row["speedup"]),
+            Text(row["label"]), str(row["num_tokens"]), _times(row["speedup"]),
             f"{interval[0]:.2f}-{interval[1]:.2f}" if interval else "",
             "-" if row["noise"] is None else f"{row['noise']:.0%}", _times(row["first_seen_speedup"]),
             _times(row["repeat_speedup"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,12 +12,17 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from draftproof.errors import PromptError
 
+_PIPE_WIDTH = 120
+
 Report = Callable[[str, int, int], None]
 
 
 def stdout() -> Console:
-    """Results."""
-    return Console(highlight=False)
+    """Results; in a file or a pipe, which have no width, tables get room."""
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _PIPE_WIDTH
+    return console
 
 
 def stderr() -> Console:

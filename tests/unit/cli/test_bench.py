@@ -37,7 +37,8 @@ def ratio(median: float, low: float, high: float, interval: list[float] | None =
 
 def row(label: str, speed: float) -> dict[str, Any]:
     return {
-        "label": label, "num_tokens": 256, "num_mismatched_tokens": 0, "num_checked_tokens": 1536,
+        "label": label, "role": "diverse", "num_tokens": 256, "num_mismatched_tokens": 0,
+        "num_checked_tokens": 1536,
         "first_difference": None, "tokens_per_step": 1.625, "noise": 0.034,
         "decode_stats": {"tokens_per_verify": 2.125},
         "speedup": ratio(speed, speed - 0.5, speed + 0.5, [speed - 0.25, speed + 0.25]),
@@ -157,7 +158,7 @@ class TestOutput:
         code, out, err = bench()
         assert code == 0
         (news,) = [line for line in out.splitlines() if " news " in line and "speedup" not in line]
-        cells = [cell for cell in re.split(r"\s*│\s*|\s{2,}", news) if cell]
+        cells = re.split(r"\s{2,}", news.strip())
         assert cells == ["news", "256", "1.17x", "1.50x", "1.25-1.75", "3%", "2.12", "1.62", "yes"]
         (code_row,) = [line for line in out.splitlines() if " code " in line and "speedup" not in line]
         assert "2.75x" in code_row
@@ -200,12 +201,32 @@ class TestOutput:
         assert "leaner forward" not in text
         assert "Drafting" not in text
 
+    def test_an_evaluation_is_quoted_by_its_main_input(self) -> None:
+        results = copy.deepcopy(RESULTS)
+        results["inputs"][0] |= {"role": "main"}
+        results["speedup"] = ratio(1.5, 1.25, 1.75, [1.3, 1.7])
+        results["metrics"]["diverse"] |= {
+            "median_speedup": 2.5, "min_input": "poem", "min_speedup": 1.1, "max_input": "code",
+            "max_speedup": 3.2,
+        }  # fmt: skip
+        lines = command.summary(results).splitlines()
+        assert "main input 1.50x (95 % interval 1.30-1.70 over pairs), pairs from 1.25x to 1.75x" in lines
+        assert "diverse set: median 2.50x, worst input poem 1.10x, best code 3.20x" in lines
+
+    def test_pairs_too_few_for_an_interval_show_their_range(self) -> None:
+        results = copy.deepcopy(RESULTS)
+        for row_ in results["inputs"]:
+            row_["speedup"]["interval"] = None
+        table = command.table(results)
+        (header,) = [column for column in table.columns if column.header == "range of pairs"]
+        assert list(header.cells) == ["1.00-2.00", "2.25-3.25"]
+
     def test_the_table_has_a_line_an_input(self, capsys: pytest.CaptureFixture[str]) -> None:
         table = command.table(RESULTS)
         assert table.row_count == 2
         assert [column.header for column in table.columns] == [
-            "input", "tokens", "own serial", "lookup", "95 %", "noise", "tok/verify", "tok/forward",
-            "tokens equal stock's",
+            "input", "tokens", "own serial", "lookup", "95 %", "noise", "tok a verify",
+            "tok a forward", "equal stock's",
         ]  # fmt: skip
         without = copy.deepcopy(RESULTS)
         without["inputs"][0] |= {"decode_stats": None, "tokens_per_step": None, "noise": None}
