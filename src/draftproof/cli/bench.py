@@ -87,6 +87,10 @@ def _show(results: dict[str, Any], checked: Any | None, folder: Path) -> None:
     if checked is not None:
         for line in audit_lines(checked):
             console.print(Text(f"audit: {line}"), soft_wrap=True)
+    if results["status"] == "interrupted":
+        console.print(
+            Text(f"interrupted: --resume --out {folder} with the same options goes on"), soft_wrap=True
+        )
     if results["inputs"]:
         console.print(Text(f"report: {folder / 'report.html'}"), soft_wrap=True)
     stderr().print(Text(f"raw legs, traces and tokens: {folder}"), soft_wrap=True)

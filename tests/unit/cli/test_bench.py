@@ -296,7 +296,9 @@ class TestExitCodes:
 
     @pytest.mark.parametrize("results", [RESULTS, mismatched()], ids=["good", "mismatched"])
     def test_an_interrupt_is_130_whatever_the_verdict(self, results: dict[str, Any], bench: Bench) -> None:
-        assert bench({**results, "status": "interrupted"})[0] == 130
+        code, out, _ = bench({**results, "status": "interrupted"})
+        assert code == 130
+        assert f"--resume --out {bench.folder / 'run'}" in out
 
 
 class TestWhatFollows:
