@@ -193,11 +193,15 @@ class PlanStore:
             return None
 
     def curve(self, target: Target, key: str, progress: Progress | None = None) -> CostCurve:
-        """The cost curve of ``target``; ``key`` names model, dtype and plan."""
+        """The cost curve of ``target``; ``key`` names model, dtype and plan.
+
+        One that other load has bent is used, as nothing better is at hand, and measured again next time.
+        """
         found: CostCurve | None = self._load(CostCurve, f"curve {key}")
-        if found is None:
+        if found is None or not found.is_steady:
             found = measure_curve(target, self._clock, progress)
-            self._put(f"curve {key}", encode(found))
+            if found.is_steady:
+                self._put(f"curve {key}", encode(found))
         return found
 
     def margin(self, target: Target, key: str) -> float:

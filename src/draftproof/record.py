@@ -7,6 +7,7 @@ cannot be true. Times are nanoseconds, sizes are bytes, absent is ``None``.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Literal
 
 from draftproof.errors import EvidenceError
@@ -171,6 +172,12 @@ class CostCurve:
         _require(list(self.rows) == sorted(set(self.rows)), "row counts ascend")
         _require(list(self.contexts) == sorted(set(self.contexts)), "contexts ascend")
         _require(all(s > 0 for line in self.seconds for s in line), "costs are positive")
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether no row count is half as dear again at fewer positions: such a curve saw other load."""
+        columns = zip(*self.seconds, strict=True)
+        return all(1.5 * more >= less for column in columns for less, more in combinations(column, 2))
 
     def at(self, num_rows: int, context: int) -> float:
         """Seconds of a verification of ``num_rows`` rows over ``context`` cached positions.

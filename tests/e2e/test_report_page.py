@@ -325,7 +325,7 @@ def test_charts_are_drawn_again_for_another_width(show: Show) -> None:
             "Failed, so no speed is shown: code: token 191 is not stock's (5 of its compared tokens differ)",
         ),
         ("noisy", "Withheld: the machine was too noisy"),
-        ("tie", "Exact, with no measurable difference in speed: 0.9"),
+        ("tie", "Exact, with no difference in speed shown: 0.9"),
         ("evaluation", "Exact, and 2.20× faster than stock (95 % 2.12–2.26 over 5 pairs of the main input)"),
     ],
 )

@@ -20,7 +20,7 @@ from draftproof.machine import describe, fingerprint
 from draftproof.models.build import linear_specs
 from draftproof.plans import PlanRequest, PlanStore, ProbeShapes, generic_plan, plan_key
 from draftproof.probe import MAX_ROWS
-from draftproof.record import Plan
+from draftproof.record import CostCurve, Plan
 from draftproof.testing import FakeClock, TableTarget
 from draftproof.wire import FORMAT_VERSION
 
@@ -381,6 +381,17 @@ def test_curves_are_measured_once_a_key(measured: list[str]) -> None:
     assert measured == ["measure_curve"] * 2
     fresh(refresh=True).curve(TARGET, "one")
     assert measured == ["measure_curve"] * 3
+
+
+def test_a_curve_bent_by_other_load_is_used_once_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    bent = CostCurve(rows=(1,), contexts=(64, 512), seconds=((3.0,), (1.0,)))
+    steady = CostCurve(rows=(1,), contexts=(64, 512), seconds=((1.0,), (1.5,)))
+    made = iter([bent, bent, steady])
+    monkeypatch.setattr(plans, "measure_curve", lambda *_: next(made))
+    assert fresh().curve(TARGET, "one") == bent
+    assert fresh().curve(TARGET, "one") == bent
+    assert fresh().curve(TARGET, "one") == steady
+    assert fresh().curve(TARGET, "one") == steady
 
 
 def test_margins_are_measured_once_a_key(measured: list[str]) -> None:

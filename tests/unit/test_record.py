@@ -248,3 +248,16 @@ def test_an_extended_curve_stays_positive() -> None:
     curve = CostCurve(rows=(1, 2), contexts=(0, 10), seconds=((2.0, 1.0), (1.0, 0.5)))
     assert curve.at(17, 0) == 1e-9
     assert curve.at(1, 1000) == 1e-9
+
+
+@pytest.mark.parametrize(
+    ("seconds", "is_steady"),
+    [
+        (((1.0, 1.0), (1.0, 1.0), (1.0, 1.0)), True), (((1.5, 1.0), (1.0, 1.0), (2.0, 9.0)), True),
+        (((1.51, 1.0), (1.0, 1.0), (2.0, 9.0)), False), (((1.0, 3.1), (1.0, 3.0), (1.0, 2.0)), False),
+    ],
+)  # fmt: skip
+def test_a_curve_is_steady_unless_more_positions_are_much_cheaper(
+    seconds: tuple[tuple[float, float], ...], is_steady: bool
+) -> None:
+    assert CostCurve(rows=(1, 2), contexts=(64, 512, 1024), seconds=seconds).is_steady == is_steady

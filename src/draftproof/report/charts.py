@@ -49,7 +49,9 @@ def speedups(results: Mapping[str, Any]) -> Chart:
     """Every input's speedup with its interval, best first; the leaner forward alone beside it."""
     rows = _by_speed(results["inputs"])
     withheld = [row["label"] for row in results["inputs"] if row["speedup"] is None]
-    hint = "Each input's median ratio and its 95 % interval over pairs. Right of the line at 1 is faster."
+    has_intervals = any(row["speedup"]["interval"] for row in rows)
+    around = "95 % interval over pairs" if has_intervals else "range of pairs (an interval takes five)"
+    hint = f"Each input's median ratio and its {around}. Right of the line at 1 is faster."
     if rows and withheld:
         hint += f" Not drawn, because withheld: {', '.join(withheld)}."
     table = _inputs_table(results["inputs"])
@@ -85,10 +87,14 @@ def _by_speed(rows: Rows) -> list[Mapping[str, Any]]:
 
 
 def _point(ratio: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """What a dot needs: its place, its interval, and the range of pairs where no interval exists."""
+    """What a dot needs: its place, and its interval, or the range of its pairs where no interval exists."""
     if ratio is None:
         return None
-    return {"median": ratio["median"], "interval": ratio["interval"], "pairs": ratio["num_pairs"]}
+    extremes = [ratio["low"], ratio["high"]] if ratio["num_pairs"] > 1 else None
+    return {
+        "median": ratio["median"], "around": ratio["interval"] or extremes,
+        "kind": "95 %" if ratio["interval"] else "range", "pairs": ratio["num_pairs"],
+    }  # fmt: skip
 
 
 def _inputs_table(rows: Rows) -> Table:

@@ -20,10 +20,10 @@ def positions(acceptance: Mapping[str, Any] | None) -> Chart:
     first, last = rows[0], rows[-1]
     return Chart(
         name="positions", title=title,
-        hint="Conditional: of the drafts that got this far, how many were accepted here. Joint: of all"
-        " drafted rounds, how many were accepted up to and including here.",
-        alt=f"Joint acceptance falls from {percent(first['joint'])} at position {first['position']}"
-        f" to {percent(last['joint'])} at position {last['position']}.",
+        hint="Conditional: of the drafts that got this far, how many were accepted here. Joint: of the"
+        " rounds that drafted this deep, how many were accepted up to and including here.",
+        alt=f"Joint acceptance is {percent(first['joint'])} at position {first['position']}"
+        f" and {percent(last['joint'])} at position {last['position']}.",
         data={"rows": rows},
         keys=(Key(mark="line conditional", text="conditional"), Key(mark="line joint", text="joint")),
         table=Table(

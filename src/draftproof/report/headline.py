@@ -81,7 +81,7 @@ def _sentence(evidence: Evidence, results: Mapping[str, Any]) -> tuple[str, str,
     if outcome == "pass":
         return f"{quality}, and ", f"{figure} faster", " than stock", around
     if outcome == "tie":
-        return f"{quality}, with no measurable difference in speed: ", figure, "", around
+        return f"{quality}, with no difference in speed shown: ", figure, "", around
     return f"{quality}, but slower than stock: ", figure, "", around
 
 

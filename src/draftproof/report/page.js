@@ -18,11 +18,11 @@
     const narrow = width < NARROW, labels = rows.map((row) => row.label);
     const of = (field) => rows.filter((row) => row[field]).map((row) => ({ label: row.label, ...row[field] }));
     const title = (name) => (d) =>
-      `${d.label}, ${name}\n${times(d.median)}${d.interval ? `, 95 % ${d.interval.map((v) => v.toFixed(2)).join("–")}` : ""}` +
+      `${d.label}, ${name}\n${times(d.median)}${d.around ? `, ${d.kind} ${d.around.map((v) => v.toFixed(2)).join("–")}` : ""}` +
       `${d.pairs ? `\n${d.pairs} pair${d.pairs === 1 ? "" : "s"}` : ""}`;
     const drawn = marks.flatMap(([field, colour, symbol, dy, name]) => [
-      Plot.ruleY(of(field).filter((d) => d.interval), {
-        y: "label", x1: (d) => d.interval[0], x2: (d) => d.interval[1], stroke: colour, strokeWidth: 2,
+      Plot.ruleY(of(field).filter((d) => d.around), {
+        y: "label", x1: (d) => d.around[0], x2: (d) => d.around[1], stroke: colour, strokeWidth: 2,
         strokeOpacity: 0.55, dy, strokeLinecap: "round",
       }),
       Plot.dot(of(field), {
@@ -32,7 +32,7 @@
     ]);
     return frame(width, {
       height: rows.length * 27 + 46 + (hasHead ? 28 : 8), marginLeft: narrow ? 74 : width > 700 ? 128 : 92, marginRight: narrow ? 14 : width > 700 ? 64 : 20, marginTop: hasHead ? 28 : 8, marginBottom: 40,
-      x: { label: xLabel, labelArrow: "none", labelAnchor: "center", nice: true, grid: true, ticks: narrow ? 4 : 8, tickFormat: (v) => `${v}×`, tickSize: 0 },
+      x: { label: xLabel, labelArrow: "none", labelAnchor: "center", nice: true, grid: true, ticks: width > 700 ? 8 : 4, tickFormat: (v) => `${v}×`, tickSize: 0 },
       y: { domain: labels, label: null, tickSize: 0, tickFormat: (label) => cut(label, narrow ? 10 : 18) },
       marks: [...extra, ...drawn],
     });
@@ -58,7 +58,7 @@
           caption(quoted.value, `${quoted.name} ${times(quoted.value)}`, behind, { fill: WHOLE, fontWeight: 600 }),
         ] : []),
         ...(last && rows.length > 1 ? [Plot.text([last], {
-          x: (d) => (d.whole.interval ?? [0, d.whole.median])[1], y: "label", dx: 10, dy: -3, textAnchor: "start",
+          x: (d) => (d.whole.around ?? [0, d.whole.median])[1], y: "label", dx: 10, dy: -3, textAnchor: "start",
           text: (d) => (narrow ? "worst" : `worst, ${times(d.whole.median)}`), fill: SOFT, stroke: PAPER, strokeWidth: 4,
         })] : []),
       ], "times stock’s speed", true);

@@ -25,7 +25,8 @@ GLOSSARY: Mapping[str, str] = {
     " a process of its own.",
     "speedup": "Stock's time over the judged arm's time of the same pair and prompt. An input's figure is the"
     " median of its pairs; a bench's is the median over inputs.",
-    "interval": "95 % percentile bootstrap of the median. None exists for fewer than three values.",
+    "interval": "95 % percentile bootstrap of the median. None exists for fewer than five values: of three it"
+    " would be their range, which misses the truth one time in four.",
     "leaner forward": "Stock's time over the engine's own serial decoding: what the engine gains without"
     " drafting anything.",
     "speculation": "The engine's own serial time over the judged arm's: what drafting adds.",
@@ -36,7 +37,8 @@ GLOSSARY: Mapping[str, str] = {
     "round": "One cycle: draft a few tokens, verify them in one forward, commit the longest correct prefix.",
     "depth": "Draft tokens verified in a round; a verification computes depth + 1 rows.",
     "acceptance, conditional": "Share of the drafts that reached this position which were accepted at it.",
-    "acceptance, joint": "Share of all drafted rounds that accepted this position and every one before it.",
+    "acceptance, joint": "Share of the rounds that drafted this deep which accepted this position and every"
+    " one before it.",
     "acceptance length": "Tokens emitted per verification; with bonus counts the model's own token too.",
     "token-weighted, per prompt": "Pooled over all verifications, or first per input and then over inputs.",
     "margin": "Difference of the two largest logits where the token was chosen, in a plain serial replay."

@@ -38,8 +38,8 @@ def test_inputs_are_sorted_and_the_withheld_are_named() -> None:
     assert chart.data is not None
     assert chart.data["rows"][0] == {
         "label": "high",
-        "whole": {"median": 2.5, "interval": [2.4, 2.6], "pairs": 5},
-        "serial": {"median": 1.5, "interval": None, "pairs": 5},
+        "whole": {"median": 2.5, "around": [2.4, 2.6], "kind": "95 %", "pairs": 5},
+        "serial": {"median": 1.5, "around": [1.5, 1.5], "kind": "range", "pairs": 5},
     }
     assert [r["label"] for r in chart.data["rows"]] == ["high", "low"]
     assert chart.data["quoted"] == {"name": "median", "value": 2.0}
@@ -62,6 +62,17 @@ def test_the_table_has_every_input_in_the_suite_s_order() -> None:
         "not measured", "not measured", "NO",
     )  # fmt: skip
     assert len(table.columns) == len(table.rows[0])
+
+
+def test_few_pairs_show_their_range_and_one_pair_shows_none() -> None:
+    few = ratio(2.0) | {"low": 1.5, "high": 2.5, "num_pairs": 3}
+    one = ratio(2.0) | {"num_pairs": 1}
+    chart = charts.speedups(document(row("few", 2.0, speedup=few), row("one", 2.0, speedup=one)))
+    assert chart.data is not None
+    points = {found["label"]: found["whole"] for found in chart.data["rows"]}
+    assert (points["few"]["around"], points["few"]["kind"]) == ([1.5, 2.5], "range")
+    assert points["one"]["around"] is None
+    assert "range of pairs (an interval takes five)" in chart.hint
 
 
 def test_an_input_without_an_interval_says_so() -> None:
@@ -99,7 +110,11 @@ def test_first_seen_beside_repeats() -> None:
     chart = charts.repeats(document(only, row("never", 2.0, first_seen_speedup=None, repeat_speedup=None)))
     assert chart.data is not None
     assert chart.data["rows"] == [
-        {"label": "once", "first": {"median": 1.9, "interval": None, "pairs": 5}, "repeat": None}
+        {
+            "label": "once",
+            "repeat": None,
+            "first": {"median": 1.9, "around": [1.9, 1.9], "kind": "range", "pairs": 5},
+        }
     ]
     assert [key.text for key in chart.keys] == ["first seen, median 1.90×", "repeats, median 2.00×"]
     assert chart.table is not None

@@ -49,7 +49,7 @@ COST: dict[str, Any] = {
 def test_positions() -> None:
     chart = curves.positions(ACCEPTANCE)
     assert chart.data == {"rows": ACCEPTANCE["positions"]}
-    assert chart.alt == "Joint acceptance falls from 75 % at position 1 to 25 % at position 2."
+    assert chart.alt == "Joint acceptance is 75 % at position 1 and 25 % at position 2."
     assert chart.table is not None
     assert chart.table.rows[1] == ("2", "not measured", "25 %", "0", "30")
 

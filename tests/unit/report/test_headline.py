@@ -35,7 +35,7 @@ def changed(results: dict[str, Any], outcome: str, **more: Any) -> dict[str, Any
         ("pass", ratio(2.344, None, 2), "Exact, and 2.34× faster than stock (2 inputs, no interval)"),
         (
             "tie", ratio(1.02, [0.97, 1.06]),
-            "Exact, with no measurable difference in speed: 1.02× (95 % 0.97–1.06 over 12 inputs)",
+            "Exact, with no difference in speed shown: 1.02× (95 % 0.97–1.06 over 12 inputs)",
         ),
         (
             "fail", ratio(0.87, [0.8, 0.9]),
