@@ -615,3 +615,13 @@ def test_quiet_runs_always_show_their_speed(changes: list[int], gain: int, unit:
     medians = [ns / (1000 * unit) for ns in stock]
     assert found["speedup"]["median"] == median(medians)
     assert (found["speedup"]["low"], found["speedup"]["high"]) == (min(medians), max(medians))
+
+
+def test_an_evaluation_cut_short_is_void_and_a_bench_is_not() -> None:
+    cut = bench(status="interrupted")
+    assert compute(cut)["verdict"]["outcome"] != "void"
+    found = compute(replace(cut, kind="evaluate"))
+    assert found["verdict"] == {
+        "outcome": "void", "reasons": ["the evaluation did not end: interrupted"], "notes": [],
+    }  # fmt: skip
+    assert found["speedup"] is None
