@@ -22,6 +22,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.ui import WebDriverWait
 
 from draftproof import results as published
 from draftproof.report.page import render
@@ -98,6 +99,8 @@ def show(browser: webdriver.Chrome, pages: dict[str, Path]) -> Iterator[Show]:
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
         opened.append(pages[name].as_uri())
         browser.get(opened[-1])
+        drawn = "return [...document.querySelectorAll('.plot')].every((plot) => plot.firstElementChild)"
+        WebDriverWait(browser, 30).until(lambda b: b.execute_script(drawn), "a chart was never drawn")
         return browser
 
     browser.get_log("browser")
@@ -310,11 +313,10 @@ def test_charts_are_drawn_again_for_another_width(show: Show) -> None:
     wide = find(browser, "#chart-speedups .plot > *")[0].rect["width"]
     metrics = {"width": PHONE, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    drawn = "return document.querySelector('#chart-speedups svg').width.baseVal.value"
+    WebDriverWait(browser, 30).until(lambda b: b.execute_script(drawn) < PHONE, "never drawn again")
     narrow = find(browser, "#chart-speedups .plot > *")[0].rect["width"]
     assert narrow < PHONE < wide
-    drawn = "return document.querySelector('#chart-speedups svg').width.baseVal.value"
-    assert browser.execute_script(drawn) < PHONE
 
 
 @pytest.mark.parametrize(

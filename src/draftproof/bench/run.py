@@ -22,7 +22,7 @@ from draftproof.bench.provenance import provenance
 from draftproof.bench.station import Station, StationSettings
 from draftproof.clock import RealClock
 from draftproof.engine import Engine
-from draftproof.errors import EvidenceError, OptionError, UsageError
+from draftproof.errors import EvidenceError, OptionError, PromptError, UsageError
 from draftproof.folder import (
     CHAINED,
     RUN,
@@ -217,6 +217,7 @@ def _start(
         str(model), dtype=settings.dtype, device=settings.device, claim=settings.claim,  # type: ignore[arg-type]
         threads=settings.threads, progress=report,
     )  # fmt: skip
+    _check_lengths(settings, prompts, engine.target.max_context)
     is_engine_judged, target, device = settings.drafter != STOCK, engine.target, torch.device(settings.device)
     return Evidence(
         kind="bench", request=asdict(settings) | {"labels": list(settings.labels), "quality": "exact"},
@@ -226,6 +227,16 @@ def _start(
         floor=memory_floor(target.nbytes, device, RealClock()) if isinstance(target, DecoderTarget) else None,
         prompts=prompts, provenance=provenance(model, sys.argv[1:]),
     )  # fmt: skip
+
+
+def _check_lengths(settings: BenchSettings, prompts: dict[str, tuple[int, ...]], most: int) -> None:
+    """Refuse a prompt too long before a process decodes it, which takes minutes where it does not fit."""
+    for label, ids in prompts.items():
+        if len(ids) + settings.max_new_tokens > most:
+            raise PromptError(
+                f"{label}: {len(ids)} prompt tokens and {settings.max_new_tokens} new ones exceed the model's"
+                f" context of {most}; shorten the prompt or lower --max-new-tokens"
+            )
 
 
 def _prompts(settings: BenchSettings, tokenizer: Any) -> dict[str, tuple[int, ...]]:

@@ -180,6 +180,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
     class Weights:
         nbytes = 270
+        max_context = 200
 
     @dataclass
     class Loaded:
@@ -347,6 +348,13 @@ class TestMeasuring:
 
 
 class TestRefusals:
+    def test_a_prompt_beyond_the_context_before_any_process_starts(self, bench: Bench) -> None:
+        bench(max_new_tokens=191, labels=("one",))
+        bench.workers.settings.clear()
+        with pytest.raises(PromptError, match=r"^one: 9 prompt tokens and 192 new ones exceed .* of 200;"):
+            bench(max_new_tokens=192, labels=("one",))
+        assert bench.workers.settings == []
+
     @pytest.mark.parametrize("pairs", [0, -1])
     def test_no_pairs(self, pairs: int) -> None:
         with pytest.raises(OptionError, match=f"got {pairs}"):
