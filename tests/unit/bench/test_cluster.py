@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -187,7 +188,7 @@ def bench(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[s
     class Loaded:
         plan = Plan(claim="bitwise", dtype="bfloat16", fingerprint="f", ops=(), max_rows=32)
         curve = CostCurve(rows=(1,), contexts=(4,), seconds=((0.01,),))
-        target = None
+        target = SimpleNamespace(max_context=512)
 
     monkeypatch.setattr(runs.engines, "load", lambda name, **options: Loaded())
     monkeypatch.setattr(runs, "resolve", lambda name, dtype: nodes.folder)
