@@ -214,6 +214,11 @@ class RowLinear:
         parts = [F.linear(x_TK, w) for w in self._weights.dense_parts()]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
+    def dense(self) -> Tensor:
+        """All parts as stock holds them, ``[N, K]``; a copy where the layout is another."""
+        parts = self._weights.dense_parts()
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
     def shares(self, weight_NK: Tensor) -> bool:
         """Whether ``weight_NK`` itself is held, not a copy of it."""
         return any(part is weight_NK for part in self._weights.held)
