@@ -3,8 +3,9 @@
 - ``scratch_cache``: ``DRAFTPROOF_CACHE`` points to a fresh folder for this test; the folder's path.
 - ``tiny_folder(kind, dtype=torch.float32, **config)``: the hub folder of a tiny model with fixed random
   weights and a byte-level tokenizer of 288 tokens, made once a session; treat it as read-only. Kinds:
-  ``llama``, ``qwen3``, ``gemma3_text``, ``gpt2``, ``mistral``; ``config`` replaces fields of the
-  configuration. No model has an end token unless ``config`` names one.
+  ``llama``, ``qwen3``, ``gemma3_text``, ``qwen3_5_text``, ``qwen3_5_mtp`` (with a native head), ``gpt2``,
+  ``mistral``; ``config`` replaces fields of the configuration. No model has an end token unless ``config``
+  names one.
 
 Torch runs on two threads, as bits may depend on their number. They sleep while they wait: where two runs
 share the cores, spinning makes these small kernels several times slower.
@@ -21,6 +22,7 @@ import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is loaded
 
+import safetensors.torch
 import tokenizers
 import torch
 import transformers
@@ -33,11 +35,19 @@ _DECODER = {
 }  # fmt: skip
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 _GEMMA = {**_DECODER, "sliding_window": 16, "layer_types": _MIXED, "tie_word_embeddings": True}
+_QWEN3_5 = {
+    **_DECODER, "num_hidden_layers": 5,
+    "layer_types": [*["linear_attention", "full_attention"] * 2, "linear_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24, "partial_rotary_factor": 0.5,
+}  # fmt: skip
 _GPT2 = {**_COMMON, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
 _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", _DECODER),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", _DECODER),
     "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM", _GEMMA),
+    "qwen3_5_text": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _QWEN3_5),
+    "qwen3_5_mtp": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {**_QWEN3_5, "mtp_num_hidden_layers": 1}),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", _GPT2),
     "mistral": ("MistralConfig", "MistralForCausalLM", {**_DECODER, "sliding_window": 16}),
 }
@@ -74,19 +84,41 @@ def _save(folder: Path, kind: str, dtype: torch.dtype, changes: dict[str, Any]) 
     module = getattr(transformers, model_name)(config)
     generator = torch.Generator().manual_seed(5)
     for name, parameter in module.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.ndim > 1:
-            parameter.data = noise * 3 / parameter.shape[-1] ** 0.5  # thrice the usual, so that text varies
-        elif name.endswith("bias"):
-            parameter.data = 0.2 * noise
-        else:
-            # Either sign in the last norm: tied to the embedding, every token would repeat itself.
-            factor = noise if name == "model.norm.weight" else 1.0 + 0.2 * noise
-            parameter.data = factor - 1.0 if kind == "gemma3_text" else factor
+        parameter.data = _weight(kind, name, torch.randn(parameter.shape, generator=generator))
     module.to(dtype).save_pretrained(folder)
+    if kind == "qwen3_5_mtp":
+        _add_head(folder / "model.safetensors", config, generator)
     if config.vocab_size == VOCAB:
         _tokenizer().save_pretrained(folder)
     return folder
+
+
+def _weight(kind: str, name: str, noise: torch.Tensor) -> torch.Tensor:
+    if noise.ndim > 1:
+        return noise * 3 / noise.shape[-1] ** 0.5  # thrice the usual, so that text varies
+    if name.endswith(("bias", "A_log")):
+        return 0.2 * noise
+    # Either sign in the last norm: tied to the embedding, every token would repeat itself.
+    factor = noise if name == "model.norm.weight" else 1.0 + 0.2 * noise
+    is_shifted = kind in ("gemma3_text", "qwen3_5_text", "qwen3_5_mtp") and "linear_attn" not in name
+    return factor - 1.0 if is_shifted else factor
+
+
+def _add_head(file: Path, config: Any, generator: torch.Generator) -> None:
+    """A native head beside the text model, as released checkpoints have it: transformers drops it on load."""
+    tensors = safetensors.torch.load_file(file)
+    hidden, like = config.hidden_size, f"model.layers.{config.layer_types.index('full_attention')}."
+    shapes = {
+        f"mtp.layers.0.{k.removeprefix(like)}": v.shape for k, v in tensors.items() if k.startswith(like)
+    }
+    shapes |= {
+        f"mtp.{name}.weight": (hidden,) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    }
+    shapes["mtp.fc.weight"] = (hidden, 2 * hidden)
+    dtype = tensors[like + "mlp.up_proj.weight"].dtype
+    for name, shape in shapes.items():
+        tensors[name] = _weight("qwen3_5_mtp", name, torch.randn(shape, generator=generator)).to(dtype)
+    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _tokenizer() -> Any:

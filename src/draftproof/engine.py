@@ -16,7 +16,7 @@ import torch
 from draftproof.clock import Clock, RealClock
 from draftproof.decode import Decoding, plain_decode, speculate
 from draftproof.depth import MAX_DEPTH, CostAwareDepth, DepthPolicy, FixedDepth
-from draftproof.drafters.build import DrafterOptions, build_drafter
+from draftproof.drafters.build import DrafterOptions, build_drafter, has_native_head
 from draftproof.errors import DrafterError, ModelError, OptionError, PromptError
 from draftproof.models.base import Target
 from draftproof.models.catalog import DEFAULT_MODEL
@@ -41,6 +41,7 @@ from draftproof.stream import Generation, Stream
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 Depth = int | Literal["auto"]
+_FIRST_GUESS = 0.2  # a head step against a target step, until drafts have been timed
 
 
 def load(
@@ -145,6 +146,10 @@ def _target(
     return target, plan
 
 
+def _as_tuple(ids: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if ids is None else tuple(ids)
+
+
 class Engine:
     """A loaded model that decodes exactly; build it with ``load``."""
 
@@ -201,18 +206,19 @@ class Engine:
     def generate(
         self, prompt: Prompt, *, max_new_tokens: int = 256, drafter: str = "auto", depth: Depth = "auto",
         raw: bool = False, draft_model: Target | None = None, exit_layer: int | None = None,
-        **options: Any,
+        shortlist: Sequence[int] | None = None, **options: Any,
     ) -> Generation:  # fmt: skip
         """Decode greedily to the end; the tokens stock's ``generate(do_sample=False)`` emits.
 
         Args:
             prompt: text, messages or ids.
             max_new_tokens: most tokens to emit.
-            drafter: ``auto``, ``lookup``, ``suffix``, ``draft_model``, ``early_exit`` or ``none``.
+            drafter: ``auto``, ``lookup``, ``suffix``, ``draft_model``, ``early_exit``, ``mtp`` or ``none``.
             depth: tokens verified a round, or ``auto`` for the cost-aware choice.
             raw: do not apply the chat template to text.
             draft_model: the target to draft with (``load_target``).
             exit_layer: layers the early exit runs.
+            shortlist: ids the native head may draft; all by default.
             **options: ``generate``'s own, such as ``repetition_penalty``, ``stop_strings``,
                 ``eos_token_id``, ``min_new_tokens``, ``bad_words_ids``, ``logits_processor``.
 
@@ -221,7 +227,7 @@ class Engine:
         """
         stream = self.stream(
             prompt, max_new_tokens=max_new_tokens, drafter=drafter, depth=depth, raw=raw,
-            draft_model=draft_model, exit_layer=exit_layer, **options,
+            draft_model=draft_model, exit_layer=exit_layer, shortlist=shortlist, **options,
         )  # fmt: skip
         for _ in stream:
             pass
@@ -230,25 +236,27 @@ class Engine:
     def stream(
         self, prompt: Prompt, *, max_new_tokens: int = 256, drafter: str = "auto", depth: Depth = "auto",
         raw: bool = False, draft_model: Target | None = None, exit_layer: int | None = None,
-        **options: Any,
+        shortlist: Sequence[int] | None = None, **options: Any,
     ) -> Stream:  # fmt: skip
         """Like ``generate``, as an iterator of chunks; ``result()`` works at any point."""
         ids = self.encode(prompt, raw=raw)
         rounds, run = self._start(
-            ids, max_new_tokens, drafter, depth, draft_model=draft_model, exit_layer=exit_layer, **options
-        )
+            ids, max_new_tokens, drafter, depth, draft_model=draft_model, exit_layer=exit_layer,
+            shortlist=shortlist, **options,
+        )  # fmt: skip
         return Stream(rounds, run, ids, self.plan, self.tokenizer, self._clock)
 
     def decode(
         self, prompt_ids: Sequence[int], *, max_new_tokens: int = 256, drafter: str = "auto",
         depth: Depth = "auto", draft_model: Target | None = None, exit_layer: int | None = None,
-        **options: Any,
+        shortlist: Sequence[int] | None = None, **options: Any,
     ) -> Trace:  # fmt: skip
         """Like ``generate`` from ids to ids: the trace alone, without touching a tokenizer."""
         ids = self.encode(prompt_ids)
         rounds, run = self._start(
-            ids, max_new_tokens, drafter, depth, draft_model=draft_model, exit_layer=exit_layer, **options
-        )
+            ids, max_new_tokens, drafter, depth, draft_model=draft_model, exit_layer=exit_layer,
+            shortlist=shortlist, **options,
+        )  # fmt: skip
         start = run.clock.now_ns()
         first = next(rounds)
         prefill_ns = run.clock.now_ns() - start
@@ -256,7 +264,7 @@ class Engine:
 
     def _start(
         self, ids: Sequence[int], max_new_tokens: int, drafter: str, depth: Depth, *,
-        draft_model: Target | None, exit_layer: int | None, **options: Any,
+        draft_model: Target | None, exit_layer: int | None, shortlist: Sequence[int] | None, **options: Any,
     ) -> tuple[Iterator[Round], Decoding]:  # fmt: skip
         """Check the request, then set up a fresh session, rules, drafter and policy for it."""
         self._check_length(ids, max_new_tokens)
@@ -266,18 +274,19 @@ class Engine:
             rule_set.refuse_uncopyable()
         policy = self._policy(depth)
         capacity = len(ids) + max_new_tokens + self.target.max_rows
-        made = None
         if drafter != "none":
             self._check_can_draft()
-            made = build_drafter(
-                drafter,
-                DrafterOptions(
-                    target=self.target, policy=policy, capacity=capacity, draft_model=draft_model,
-                    exit_layer=exit_layer,
-                ),
-            )  # fmt: skip
         run = self._decoding(ids, rule_set, capacity)
-        return (plain_decode(run, ids) if made is None else speculate(run, ids, made, policy)), run
+        if drafter == "none":
+            return plain_decode(run, ids), run
+        made = build_drafter(
+            drafter,
+            DrafterOptions(
+                target=self.target, policy=policy, capacity=capacity, draft_model=draft_model,
+                exit_layer=exit_layer, session=run.session, shortlist=_as_tuple(shortlist),
+            ),
+        )  # fmt: skip
+        return speculate(run, ids, made, policy), run
 
     def _check_can_draft(self) -> None:
         if isinstance(self.target, GenericTarget):
@@ -308,8 +317,10 @@ class Engine:
             return FixedDepth(depth)
         if depth != "auto":
             raise OptionError(f"depth must be a number or 'auto', got {depth!r}")
-        half_step = self.curve.at(1, self.curve.contexts[0]) / 2
+        step = self.curve.at(1, self.curve.contexts[0])
+        draft_seconds = {"draft_model": step / 2, "early_exit": step / 2}
+        if has_native_head(self.target):
+            draft_seconds["mtp"] = step * _FIRST_GUESS
         return CostAwareDepth(
-            self.curve, max_depth=min(MAX_DEPTH, self.target.max_rows - 1),
-            draft_seconds={"draft_model": half_step, "early_exit": half_step},
+            self.curve, max_depth=min(MAX_DEPTH, self.target.max_rows - 1), draft_seconds=draft_seconds
         )  # fmt: skip

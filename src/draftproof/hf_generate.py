@@ -81,9 +81,11 @@ def custom_generate(
     if plan.margin_bound is not None:
         rule_set.refuse_uncopyable()
     capacity = len(prompt_ids) + max_new + plan.max_rows
-    made = build_drafter(drafter, DrafterOptions(target=target, policy=policy, capacity=capacity))
+    session = target.open(capacity)
+    options = DrafterOptions(target=target, policy=policy, capacity=capacity, session=session)
+    made = build_drafter(drafter, options)
     run = Decoding(
-        session=target.open(capacity), rules=Rules(rule_set, prompt_ids, input_ids.device),
+        session=session, rules=Rules(rule_set, prompt_ids, input_ids.device),
         clock=RealClock(), max_rows=plan.max_rows, margin_bound=plan.margin_bound,
     )  # fmt: skip
     emitted: list[int] = []

@@ -22,7 +22,7 @@ from draftproof.clock import Clock, RealClock
 from draftproof.errors import EvidenceError, ModelError, StorageError
 from draftproof.machine import describe, fingerprint
 from draftproof.models.base import Target
-from draftproof.models.build import head_size_of, linear_specs
+from draftproof.models.build import head_size_of
 from draftproof.models.catalog import cache_dir
 from draftproof.models.load import ARCHITECTURES
 from draftproof.ops.linear import LinearSpec
@@ -37,6 +37,7 @@ from draftproof.probe import (
     probe_linear,
     probe_row_ops,
 )
+from draftproof.probe_delta import probe_delta
 from draftproof.record import CostCurve, OpEvidence, Plan
 from draftproof.wire import FORMAT_VERSION, canonical, decode, encode, write_atomic
 
@@ -59,7 +60,11 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeShapes:
-    """Everything a plan needs probed: linears, and heads, key heads and head size of the attention."""
+    """Everything a plan needs probed: linears, and heads, key heads and head size of the attention.
+
+    ``recurrent`` holds key heads, value heads, key size, value size and convolution width of linear-attention
+    layers, ``None`` where there are none.
+    """
 
     linears: tuple[LinearSpec, ...]
     attention: tuple[int, int, int]
@@ -67,24 +72,36 @@ class ProbeShapes:
     dtype: str
     share: bool
     fixed_rows: int | None
+    recurrent: tuple[int, int, int, int, int] | None = None
 
     @classmethod
     def of(cls, config: Any, request: PlanRequest) -> ProbeShapes:
-        """The shapes of a llama-like configuration."""
+        """The shapes of a configuration with a row-exact target."""
         return cls(
-            linears=linear_specs(config),
+            linears=ARCHITECTURES[config.model_type].linear_specs(config),
             attention=(config.num_attention_heads, config.num_key_value_heads, head_size_of(config)),
             inner=config.intermediate_size,
             dtype=str(request.dtype).removeprefix("torch."),
             share=request.share,
             fixed_rows=request.fixed_rows if request.claim == "fixed" else None,
+            recurrent=_recurrent_sizes(config),
         )
 
     def names(self) -> list[str]:
         """Names of the stored findings: one a linear, one for everything else."""
         how = f"{self.dtype} share={self.share} fixed={self.fixed_rows}"
         linears = [f"linear {spec.name} {spec.shape} {how}" for spec in self.linears]
-        return [*linears, f"rows {self.linears[0].num_in} {self.inner} {self.attention} {self.dtype}"]
+        delta = "" if self.recurrent is None else f" delta {self.recurrent}"
+        return [*linears, f"rows {self.linears[0].num_in} {self.inner} {self.attention} {self.dtype}{delta}"]
+
+
+def _recurrent_sizes(config: Any) -> tuple[int, int, int, int, int] | None:
+    if "linear_attention" not in (getattr(config, "layer_types", None) or ()):
+        return None
+    return (
+        config.linear_num_key_heads, config.linear_num_value_heads, config.linear_key_head_dim,
+        config.linear_value_head_dim, config.linear_conv_kernel_dim,
+    )  # fmt: skip
 
 
 class PlanStore:
@@ -121,7 +138,7 @@ class PlanStore:
         }))  # fmt: skip
 
     def plan(self, config: Any, request: PlanRequest, progress: Progress | None = None) -> Plan:
-        """The plan for a llama-like ``config``; probes what is not stored yet.
+        """The plan for ``config``; probes what is not stored yet.
 
         Only operations its architecture runs count.
         """
@@ -184,6 +201,8 @@ class PlanStore:
             heads, groups, size = shapes.attention
             others = probe_row_ops(shapes.linears[0].num_in, shapes.inner, size, dtype, self._device)
             others += (probe_attention(heads, groups, size, dtype, self._device),)
+            if shapes.recurrent is not None:
+                others += probe_delta(*shapes.recurrent, dtype, self._device)
             self._put(names[-1], [encode(e) for e in others])
 
     def _load(self, record_type: type[Any], key: str) -> Any:

@@ -15,10 +15,11 @@ from draftproof.drafters.base import Drafter
 from draftproof.drafters.cascade import Cascade
 from draftproof.drafters.lookup import PromptLookup
 from draftproof.drafters.model import ModelDrafter, check_vocabulary
+from draftproof.drafters.mtp import MtpDrafter, head_of
 from draftproof.drafters.suffix import SuffixAutomatonDrafter
 from draftproof.errors import DrafterError, OptionError
-from draftproof.models.base import Target
-from draftproof.models.decoder import DecoderTarget
+from draftproof.models.base import Session, Target
+from draftproof.models.decoder import DecoderSession, DecoderTarget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +27,8 @@ class DrafterOptions:
     """What a drafter may be built from.
 
     ``capacity`` is the number of positions of the request, one draft included; ``exit_layer`` how many of
-    the target's layers the early exit runs, a third by default.
+    the target's layers the early exit runs, a third by default. ``session`` is the request's own, opened but
+    not yet run: a native head reads its hidden rows. ``shortlist`` limits what such a head may draft.
     """
 
     target: Target
@@ -34,6 +36,8 @@ class DrafterOptions:
     capacity: int
     draft_model: Target | None = None
     exit_layer: int | None = None
+    session: Session | None = None
+    shortlist: tuple[int, ...] | None = None
 
 
 def _draft_model(options: DrafterOptions) -> Drafter:
@@ -53,9 +57,23 @@ def _early_exit(options: DrafterOptions) -> Drafter:
     return ModelDrafter(target.truncated(layers), options.capacity, name="early_exit")
 
 
+def _mtp(options: DrafterOptions) -> Drafter:
+    head_of(options.target)
+    if not isinstance(options.target, DecoderTarget) or not isinstance(options.session, DecoderSession):
+        raise DrafterError("drafter 'mtp' needs the request's own session")
+    return MtpDrafter(options.target, options.session, options.capacity, options.shortlist)
+
+
+def has_native_head(target: Target) -> bool:
+    """Whether drafter ``mtp`` can run, and ``auto`` uses it."""
+    return isinstance(target, DecoderTarget) and target.parts.native_head is not None
+
+
 def _auto(options: DrafterOptions) -> Drafter:
     cheap: list[Drafter] = [SuffixAutomatonDrafter(), PromptLookup()]
     costly = [_draft_model(options)] if options.draft_model is not None else []
+    if has_native_head(options.target):
+        costly.append(_mtp(options))
     return Cascade(cheap, costly, options.policy)
 
 
@@ -64,6 +82,7 @@ DRAFTERS: dict[str, Callable[[DrafterOptions], Drafter]] = {
     "suffix": lambda _: SuffixAutomatonDrafter(),
     "draft_model": _draft_model,
     "early_exit": _early_exit,
+    "mtp": _mtp,
     "auto": _auto,
 }
 

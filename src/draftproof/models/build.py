@@ -14,6 +14,7 @@ from torch import Tensor
 
 from draftproof.errors import ModelFileError
 from draftproof.models.decoder import DecoderParts
+from draftproof.ops.gated_delta import FORMS, DeltaForms
 from draftproof.ops.linear import LinearSpec, RowLinear, build_form
 from draftproof.record import Plan
 
@@ -31,6 +32,9 @@ class WeightSource(Protocol):
 
     def forget(self, name: str) -> None:
         """Mark as deliberately unused."""
+
+    def has_any(self, prefix: str) -> bool:
+        """Whether a tensor under ``prefix`` is left."""
 
     def finish(self) -> None:
         """Raise if a tensor was never asked for."""
@@ -97,6 +101,19 @@ class Builder:
         self._linears.append(linear)
         return linear
 
+    def apart(self) -> Builder:
+        """A builder over the same weights that counts its own: what a head holds is not the target's."""
+        return Builder(self._source, self._plan, hidden=self._hidden, dtype=self.dtype, device=self.device)
+
+    def has_any(self, prefix: str) -> bool:
+        """Whether the checkpoint holds a tensor under ``prefix`` that nobody took."""
+        return self._source.has_any(prefix)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the linears built so far."""
+        return sum(linear.nbytes for linear in self._linears)
+
     def qkv(self, prefix: str, num_heads: int, num_groups: int, head_size: int) -> RowLinear:
         """Query, key and value projections, fused: ``[T, D] -> [T, (H + 2 G) * K]``."""
         names = [f"{prefix}{part}_proj" for part in "qkv"]
@@ -107,6 +124,18 @@ class Builder:
         """Gate and up projections, fused: ``[T, D] -> [T, 2 I]``."""
         names = [f"{prefix}gate_proj", f"{prefix}up_proj"]
         return self.linear("gate_up", names, self._hidden, [inner, inner])
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A weight that is neither a linear nor a norm, where the checkpoint has it.
+
+        Not a copy: fp32 kernels may choose their path by the weight's address, and stock computes in the
+        mapped file.
+        """
+        return self._source.take(name, shape)
+
+    def delta_forms(self) -> DeltaForms:
+        """The forms of the recurrence that the plan chose."""
+        return DeltaForms.of({op: self._plan.form(op).form for op in FORMS})
 
     def vector(self, name: str, size: int | None = None) -> Tensor:
         """A norm weight, ``[size]``, the residual width by default."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +14,46 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from draftproof.errors import ArchitectureError, ModelFileError, ModelNotFoundError
-from draftproof.models import catalog, gemma3, llama, qwen3
-from draftproof.models.build import Builder, WeightSource
+from draftproof.models import catalog, gemma3, llama, qwen3, qwen3_5
+from draftproof.models.build import Builder, WeightSource, linear_specs
 from draftproof.models.decoder import DecoderParts, DecoderTarget
 from draftproof.models.generic import GenericTarget
 from draftproof.models.gguf import hub_folder
 from draftproof.models.weights import Weights
+from draftproof.ops.linear import LinearSpec
 from draftproof.record import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """How one model type becomes a row-exact target, and which row operations of the probe it runs."""
+    """How one model type becomes a row-exact target, and which row operations of the probe it runs.
+
+    ``renamed`` maps name prefixes of a multimodal checkpoint to those of its text model; a prefix mapped to
+    ``None`` holds no text weights. Where it is empty, such a checkpoint is left to the generic target.
+    """
 
     refusal: Callable[[Any], str | None]
     build: Callable[[Any, Builder], DecoderParts]
     row_ops: tuple[str, ...]
+    linear_specs: Callable[[Any], tuple[LinearSpec, ...]] = linear_specs
+    renamed: dict[str, str | None] = field(default_factory=dict)
 
 
 # Stock keeps all positions where a window of 1 should keep none.
 _SMALLEST_WINDOW = 2
 _SILU = ("norm", "rotary", "silu_gate")
 _GELU = ("norm_shifted", "rotary", "gelu_gate")
+_DELTA = ("norm_shifted", "rotary", "silu_gate", "conv", "delta", "gates", "gated_norm")
+_QWEN3_5_NAMES = {"model.language_model.": "model.", "model.visual.": None}
 ARCHITECTURES = {
     "llama": Architecture(refusal=llama.refusal, build=llama.build, row_ops=_SILU),
     "qwen3": Architecture(refusal=qwen3.refusal, build=qwen3.build, row_ops=_SILU),
     "gemma3_text": Architecture(refusal=gemma3.refusal, build=gemma3.build, row_ops=_GELU),
-}
+    "qwen3_5_text": Architecture(
+        refusal=qwen3_5.refusal, build=qwen3_5.build, row_ops=_DELTA, linear_specs=qwen3_5.linear_specs,
+        renamed=_QWEN3_5_NAMES,
+    ),
+}  # fmt: skip
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -98,7 +111,7 @@ def refusal(config: Any) -> str | None:
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:
         return f"no row-exact target for model type {config.model_type!r}"
-    if getattr(config, "is_nested", False):
+    if getattr(config, "is_nested", False) and not architecture.renamed:
         return "a text model inside a multimodal checkpoint"
     if (getattr(config, "sliding_window", None) or _SMALLEST_WINDOW) < _SMALLEST_WINDOW:
         return f"a sliding window of {config.sliding_window}"
@@ -128,7 +141,8 @@ def load_decoder(
     folder: Path, config: Any, plan: Plan, *, dtype: torch.dtype, device: torch.device
 ) -> DecoderTarget:
     """A row-exact target from a hub folder."""
-    return build_decoder(config, Weights(folder, dtype, device), plan, dtype=dtype, device=device)
+    renamed = ARCHITECTURES[config.model_type].renamed
+    return build_decoder(config, Weights(folder, dtype, device, renamed), plan, dtype=dtype, device=device)
 
 
 def load_generic(folder: Path, *, dtype: torch.dtype, device: torch.device) -> GenericTarget:
@@ -161,6 +175,10 @@ class ModuleWeights:
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
+
+    def has_any(self, prefix: str) -> bool:
+        """Whether a tensor under ``prefix`` is left."""
+        return any(name.startswith(prefix) for name in self._tensors)
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The module's own tensor, not a copy."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -16,6 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftproof.errors import ModelFileError
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Weights:
@@ -25,15 +28,29 @@ class Weights:
         folder: hub folder with ``model.safetensors`` or an index and its shards.
         dtype: what ``take`` converts to.
         device: where ``take`` puts tensors.
+        renamed: name prefixes as stored, to those asked for; tensors under one mapped to ``None`` are none of
+            this model's.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, device: torch.device,
+        renamed: Mapping[str, str | None] | None = None,
+    ) -> None:  # fmt: skip
         self._dtype, self._device = dtype, device
-        self._files = _index(folder)
+        self._files: dict[str, Path] = {}
+        self._stored: dict[str, str] = {}
+        for stored, file in _index(folder).items():
+            name = _renamed(stored, renamed or {})
+            if name is not None:
+                self._files[name], self._stored[name] = file, stored
         self._left = set(self._files)
 
     def __contains__(self, name: str) -> bool:
         return name in self._left
+
+    def has_any(self, prefix: str) -> bool:
+        """Whether a tensor under ``prefix`` is left."""
+        return any(name.startswith(prefix) for name in self._left)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor ``name``, checked against ``shape``, in this checkpoint's dtype and device.
@@ -62,12 +79,23 @@ class Weights:
             raise ModelFileError(f"the checkpoint lacks the tensor {name!r}")
         try:
             with safe_open(self._files[name], framework="pt") as file:
-                tensor: Tensor = file.get_tensor(name)
+                tensor: Tensor = file.get_tensor(self._stored[name])
         except (SafetensorError, OSError) as error:
             raise ModelFileError(f"cannot read {self._files[name]}: {error}") from error
         if tuple(tensor.shape) != shape:
             raise ModelFileError(f"{name} is {tuple(tensor.shape)}, expected {shape}")
+        if tensor.dtype not in _FLOATS:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise ModelFileError(f"{name} is {kind}, expected bfloat16, float16 or float32")
         return tensor.to(device=self._device, dtype=self._dtype)
+
+
+def _renamed(stored: str, renamed: Mapping[str, str | None]) -> str | None:
+    """The name to ask for a stored tensor by, ``None`` when nobody should."""
+    for prefix, instead in renamed.items():
+        if stored.startswith(prefix):
+            return None if instead is None else instead + stored.removeprefix(prefix)
+    return stored
 
 
 def identity(folder: Path) -> str:

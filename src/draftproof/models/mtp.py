@@ -1,0 +1,151 @@
+"""Native multi-token-prediction heads: one decoder layer over [embedding of the next token; hidden row].
+
+Slot ``p`` holds token ``x[p + 1]`` and the row ``h[p]`` that the target's output layer read, and predicts
+``x[p + 2]`` (Gloeckle et al. 2024, arXiv 2404.19737; DeepSeek-AI 2024, arXiv 2412.19437, section 2.2):
+``u = fc([norm(embed(x)); norm(h)])``, a full decoder layer with a key/value cache of its own, a final norm,
+the target's own output layer. The normed output is the hidden row of the next slot when several tokens are
+drafted. How a family names these parts is a ``HeadStyle``. Rows carry the bits of one-row calls as the
+target's do, by the same plan.
+Letters: T rows, D hidden, V vocabulary, W shortlist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftproof.cache import KVCache, LayerShape
+from draftproof.errors import ModelFileError, RollbackError
+from draftproof.models.build import Builder
+from draftproof.models.decoder import Layer, PromptStep, RotaryTable, RowsStep
+from draftproof.ops.linear import PlainLinear, RowLinear
+from draftproof.ops.norm import rms_norm_shifted
+
+_MAX_ROWS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadStyle:
+    """Where a family keeps the parts of its head, by checkpoint name, and the order it joins them in."""
+
+    prefix: str
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    block: str
+    final_norm: str
+    is_hidden_first: bool = False
+
+
+QWEN3_5 = HeadStyle(
+    prefix="mtp.", embedding_norm="pre_fc_norm_embedding", hidden_norm="pre_fc_norm_hidden", projection="fc",
+    block="layers.0.", final_norm="norm",
+)  # fmt: skip
+
+
+class NativeHead:
+    """A head's weights; ``open`` gives one request's state.
+
+    Args:
+        style: how its parts are named and joined.
+        config: the target's configuration.
+        build: hands out the head's weights; a missing, mis-shaped or wrongly typed one is refused by name.
+        make_layer: the family's decoder layer, from its prefix.
+        shape: of the layer's keys and values.
+        embedding_VD: the target's own embedding.
+        output: the target's own output layer.
+    """
+
+    def __init__(
+        self, style: HeadStyle, config: Any, build: Builder, *, make_layer: Callable[[str], Layer],
+        shape: LayerShape, embedding_VD: Tensor, output: RowLinear,
+    ) -> None:  # fmt: skip
+        if getattr(config, "mtp_use_dedicated_embeddings", False):
+            raise ModelFileError("a native head with an embedding of its own is not supported")
+        self.style, self.shape, self.output = style, shape, output
+        self.embedding_VD, self.dtype, self.device = embedding_VD, build.dtype, build.device
+        self._eps = config.rms_norm_eps
+        self._norm_embedding = build.gamma(f"{style.prefix}{style.embedding_norm}.weight")
+        self._norm_hidden = build.gamma(f"{style.prefix}{style.hidden_norm}.weight")
+        self._norm_final = build.gamma(f"{style.prefix}{style.final_norm}.weight")
+        self._project = build.linear("mtp_in", [style.prefix + style.projection], 2 * config.hidden_size)
+        self._layer = make_layer(style.prefix + style.block)
+        self.nbytes = build.nbytes
+        self._shortlists: dict[tuple[int, ...], RowLinear] = {}
+
+    def open(self, capacity: int, max_rows: int, tables: dict[str, RotaryTable]) -> HeadSession:
+        """State for one request of at most ``capacity`` slots."""
+        return HeadSession(self, capacity, max_rows, tables)
+
+    def join(self, ids_T: Tensor, hidden_TD: Tensor) -> Tensor:
+        """The layer's input ``[T, D]``: both halves normed, joined in the family's order, projected."""
+        embedded = F.embedding(ids_T, self.embedding_VD).to(self.dtype)
+        halves = [
+            rms_norm_shifted(embedded, self._norm_embedding, self._eps),
+            rms_norm_shifted(hidden_TD, self._norm_hidden, self._eps),
+        ]
+        return self._project.rows(torch.cat(halves[::-1] if self.style.is_hidden_first else halves, -1))
+
+    def finish(self, u_TD: Tensor, step: PromptStep | RowsStep) -> Tensor:
+        """Decoder layer and final norm, ``[T, D]``: what the output layer and the next slot read."""
+        return rms_norm_shifted(self._layer(u_TD, step), self._norm_final, self._eps)
+
+    def shortlist(self, ids_W: Tensor) -> RowLinear:
+        """The rows ``ids_W`` of the output layer as a layer of its own, ``[T, D] -> [T, W]``.
+
+        A copy, made once for a list of ids.
+        """
+        key = tuple(ids_W.tolist())
+        if key not in self._shortlists:
+            self._shortlists[key] = RowLinear(PlainLinear([self.output.dense()[ids_W]]), _MAX_ROWS)
+        return self._shortlists[key]
+
+
+class HeadSession:
+    """Keys and values of one request's head, with the target cache's mark, commit and rollback."""
+
+    def __init__(
+        self, head: NativeHead, capacity: int, max_rows: int, tables: dict[str, RotaryTable]
+    ) -> None:
+        self._head, self._tables, self._max_rows = head, tables, max_rows
+        self.cache = KVCache(
+            [head.shape], capacity=capacity, max_rows=max_rows, dtype=head.dtype, device=head.device
+        )
+
+    @torch.inference_mode()
+    def prefill(self, ids_T: Tensor, hidden_TD: Tensor) -> Tensor:
+        """The first slots, all at once and committed; ``[T, D]``."""
+        if self.cache.mark():
+            raise RollbackError("a prompt can only fill an empty cache")
+        u_TD = self._head.join(ids_T, hidden_TD)
+        out_TD = self._head.finish(u_TD, PromptStep(self.cache, self._tables, [self._head.shape], len(ids_T)))
+        self.cache.finish_prompt(len(ids_T))
+        return out_TD
+
+    @torch.inference_mode()
+    def extend(self, ids_T: Tensor, hidden_TD: Tensor) -> Tensor:
+        """The next slots, pending until ``cache.commit``; ``[T, D]``."""
+        start = self.cache.mark()
+        rows = self.cache.begin(len(ids_T))
+        try:
+            rotary = {kind: table.rows(start, len(ids_T)) for kind, table in self._tables.items()}
+            return self._head.finish(self._head.join(ids_T, hidden_TD), RowsStep(rows, rotary))
+        except BaseException:
+            self.cache.rollback(start)
+            raise
+
+    @torch.inference_mode()
+    def catch_up(self, ids_T: Tensor, hidden_TD: Tensor) -> Tensor:
+        """Committed slots of any number; the last one's output, ``[1, D]``."""
+        if not self.cache.mark():
+            return self.prefill(ids_T, hidden_TD)[-1:]
+        for start in range(0, len(ids_T), self._max_rows):
+            span = slice(start, start + self._max_rows)
+            out_TD = self.extend(ids_T[span], hidden_TD[span])
+            self.cache.commit(len(out_TD))
+        return out_TD[-1:]
