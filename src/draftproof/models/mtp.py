@@ -22,7 +22,7 @@ from torch import Tensor
 from draftproof.cache import KVCache, LayerShape
 from draftproof.errors import ModelFileError, RollbackError
 from draftproof.models.build import Builder
-from draftproof.models.decoder import Layer, PromptStep, RotaryTable, RowsStep
+from draftproof.models.decoder import Layer, PromptStep, RotaryTable, RowsStep, Step
 from draftproof.ops.linear import PlainLinear, RowLinear
 from draftproof.ops.norm import rms_norm_shifted
 
@@ -82,16 +82,17 @@ class NativeHead:
         """State for one request of at most ``capacity`` slots."""
         return HeadSession(self, capacity, max_rows, tables)
 
-    def join(self, ids_T: Tensor, hidden_TD: Tensor) -> Tensor:
+    def join(self, ids_T: Tensor, hidden_TD: Tensor, step: Step) -> Tensor:
         """The layer's input ``[T, D]``: both halves normed, joined in the family's order, projected."""
         embedded = F.embedding(ids_T, self.embedding_VD).to(self.dtype)
         halves = [
             rms_norm_shifted(embedded, self._norm_embedding, self._eps),
             rms_norm_shifted(hidden_TD, self._norm_hidden, self._eps),
         ]
-        return self._project.rows(torch.cat(halves[::-1] if self.style.is_hidden_first else halves, -1))
+        joined = torch.cat(halves[::-1] if self.style.is_hidden_first else halves, -1)
+        return step.linear(self._project, joined)
 
-    def finish(self, u_TD: Tensor, step: PromptStep | RowsStep) -> Tensor:
+    def finish(self, u_TD: Tensor, step: Step) -> Tensor:
         """Decoder layer and final norm, ``[T, D]``: what the output layer and the next slot read."""
         return rms_norm_shifted(self._layer(u_TD, step), self._norm_final, self._eps)
 
@@ -122,8 +123,8 @@ class HeadSession:
         """The first slots, all at once and committed; ``[T, D]``."""
         if self.cache.mark():
             raise RollbackError("a prompt can only fill an empty cache")
-        u_TD = self._head.join(ids_T, hidden_TD)
-        out_TD = self._head.finish(u_TD, PromptStep(self.cache, self._tables, [self._head.shape], len(ids_T)))
+        step = PromptStep(self.cache, self._tables, [self._head.shape], len(ids_T))
+        out_TD = self._head.finish(self._head.join(ids_T, hidden_TD, step), step)
         self.cache.finish_prompt(len(ids_T))
         return out_TD
 
@@ -134,7 +135,8 @@ class HeadSession:
         rows = self.cache.begin(len(ids_T))
         try:
             rotary = {kind: table.rows(start, len(ids_T)) for kind, table in self._tables.items()}
-            return self._head.finish(self._head.join(ids_T, hidden_TD), RowsStep(rows, rotary))
+            step = RowsStep(rows, rotary)
+            return self._head.finish(self._head.join(ids_T, hidden_TD, step), step)
         except BaseException:
             self.cache.rollback(start)
             raise
