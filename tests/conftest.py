@@ -6,6 +6,8 @@
   ``llama``, ``qwen3``, ``gemma3_text``, ``qwen3_5_text``, ``qwen3_5_mtp`` (with a native head), ``gpt2``,
   ``mistral``; ``config`` replaces fields of the configuration. No model has an end token unless ``config``
   names one.
+- ``tiny_target(kind, dtype, **config)``: that model as a row-exact target of claim ``bitwise``, made once a
+  session; its kernels are probed here, in this process.
 
 Torch runs on two threads, as bits may depend on their number. They sleep while they wait: where two runs
 share the cores, spinning makes these small kernels several times slower.
@@ -26,6 +28,11 @@ import safetensors.torch
 import tokenizers
 import torch
 import transformers
+
+from draftproof.clock import RealClock
+from draftproof.models.decoder import DecoderTarget
+from draftproof.models.load import load_decoder, read_config
+from draftproof.plans import PlanRequest, PlanStore, ProbeShapes
 
 VOCAB = 288
 _COMMON = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -76,6 +83,32 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tiny_target(
+    tiny_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., DecoderTarget]:
+    made: dict[str, DecoderTarget] = {}
+    cache = tmp_path_factory.mktemp("findings")
+
+    def make(kind: str, dtype: torch.dtype, **config: Any) -> DecoderTarget:
+        key = f"{kind} {dtype} {sorted(config.items())}"
+        if key not in made:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("DRAFTPROOF_CACHE", str(cache))
+                made[key] = _planned(tiny_folder(kind, dtype, **config), dtype)
+        return made[key]
+
+    return make
+
+
+def _planned(folder: Path, dtype: torch.dtype) -> DecoderTarget:
+    device = torch.device("cpu")
+    config, request = read_config(folder), PlanRequest(claim="bitwise", dtype=dtype, device=device)
+    store = PlanStore(device, RealClock())
+    store.probe(ProbeShapes.of(config, request), lambda *_: None)
+    return load_decoder(folder, config, store.plan(config, request), dtype=dtype, device=device)
 
 
 def _save(folder: Path, kind: str, dtype: torch.dtype, changes: dict[str, Any]) -> Path:
