@@ -51,6 +51,7 @@ class Candidate:
     claim: str = "auto"
     draft_model: str | None = None
     exit_layer: int | None = None
+    shortlist: str | None = None
 
     def __post_init__(self) -> None:
         if (self.transform is None) == (self.drafter is None):
@@ -224,6 +225,7 @@ def judged_line(candidate: Candidate, base: dict[str, Any], source: bytes | None
         **base, "kind": "engine", "model": options["model"], "dtype": options.get("dtype", "bfloat16"),
         "stop": options.get("stop", "fixed"), "drafter": candidate.drafter, "depth": candidate.depth,
         "claim": candidate.claim, "draft_model": candidate.draft_model, "exit_layer": candidate.exit_layer,
+        "shortlist": candidate.shortlist,
     }  # fmt: skip
 
 

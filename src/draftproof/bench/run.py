@@ -68,6 +68,7 @@ class BenchSettings:
     threads: int | None = None
     draft_model: str | None = None
     exit_layer: int | None = None
+    shortlist: str | None = None
 
     def __post_init__(self) -> None:
         if self.pairs < 1:
@@ -154,6 +155,7 @@ def run_bench(
     base = {
         "folder": str(model), "dtype": settings.dtype, "device": settings.device, "claim": settings.claim,
         "threads": settings.threads, "draft_model": settings.draft_model, "exit_layer": settings.exit_layer,
+        "shortlist": settings.shortlist,
     }  # fmt: skip
     run = _Run(evidence, folder, tokenizer)
     if not todo:

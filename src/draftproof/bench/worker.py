@@ -67,6 +67,7 @@ class Counted:
 def open_engine(settings: Request) -> tuple[Any, Callable[..., Counted]]:
     """The engine, and its ``decode`` with every forward counted: one arm for benches and evaluations."""
     from draftproof import engine as engines
+    from draftproof.drafters.shortlist import read_shortlist
 
     load = {key: settings[key] for key in ("dtype", "device", "claim")}
     engine = engines.load(settings["folder"], **load)
@@ -75,13 +76,19 @@ def open_engine(settings: Request) -> tuple[Any, Callable[..., Counted]]:
         draft_model = engines.load_target(
             settings["draft_model"], dtype=settings["dtype"], device=settings["device"], like=engine
         )
+    listed = settings.get("shortlist")
+    shortlist = None if listed is None else read_shortlist(Path(listed))
     counter = Counter()
     engine.target.open = counting(engine.target.open, counter)  # type: ignore[assignment, method-assign]
 
     def run(prompt_ids: Sequence[int], **options: Any) -> Counted:
         counter.num_calls = 0
         trace = engine.decode(
-            prompt_ids, draft_model=draft_model, exit_layer=settings["exit_layer"], **options
+            prompt_ids,
+            draft_model=draft_model,
+            exit_layer=settings["exit_layer"],
+            shortlist=shortlist,
+            **options,
         )
         return Counted(trace=trace, num_forwards=counter.num_calls)
 

@@ -22,10 +22,13 @@ Device = Annotated[str, typer.Option(help="A torch device.")]
 Claim = Annotated[str, typer.Option(help="auto, bitwise, guarded or fixed.")]
 Threads = Annotated[int | None, typer.Option(help="torch threads; default: OMP_NUM_THREADS or all cores.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
-DrafterName = Annotated[str, typer.Option(help="auto, lookup, suffix, draft_model, early_exit or none.")]
+DrafterName = Annotated[str, typer.Option(help="auto, lookup, suffix, draft_model, early_exit, mtp or none.")]
 Depth = Annotated[str, typer.Option(help="Tokens verified a round, or auto.")]
 DraftModel = Annotated[str | None, typer.Option(help="Model to draft with (same vocabulary).")]
 ExitLayer = Annotated[int | None, typer.Option(help="Layers the early exit runs.")]
+Shortlist = Annotated[
+    Path | None, typer.Option(help="File of ids, JSON or one a line: all the native head may draft.")
+]
 MaxNew = Annotated[int, typer.Option(help="Most tokens to emit.")]
 LedgerPath = Annotated[Path, typer.Option("--ledger", help="The ledger.")]
 Out = Annotated[Path | None, typer.Option(help="Folder for the run; default: runs/<time>.")]
@@ -63,6 +66,7 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
     draft_model: DraftModel = None,
     exit_layer: ExitLayer = None,
+    shortlist: Shortlist = None,
     dtype: Dtype = "bfloat16",
     device: Device = "cpu",
     claim: Claim = "auto",
@@ -83,7 +87,8 @@ def generate(
     load = {"name_or_path": model, "dtype": dtype, "device": device, "claim": claim, "threads": threads}
     request = {
         "drafter": drafter, "depth": depth, "max_new_tokens": max_new_tokens, "raw": raw,
-        "exit_layer": exit_layer, **{k: v for k, v in options.items() if v is not None},
+        "exit_layer": exit_layer, "shortlist": shortlist,
+        **{k: v for k, v in options.items() if v is not None},
     }  # fmt: skip
     code = command.run(prompt, load, request, draft_model, stats=stats, color=color, json_output=json_output)
     raise typer.Exit(code)
@@ -122,6 +127,7 @@ def bench(
     chat: Annotated[bool | None, typer.Option("--chat/--raw", help="Chat template; default: if any.")] = None,
     draft_model: DraftModel = None,
     exit_layer: ExitLayer = None,
+    shortlist: Shortlist = None,
     dtype: Dtype = "bfloat16",
     device: Device = "cpu",
     claim: Claim = "auto",
@@ -141,6 +147,7 @@ def bench(
         "pairs": pairs, "max_new_tokens": max_new_tokens, "prompt_len": prompt_len, "stop": stop,
         "chat": chat, "dtype": dtype, "device": device, "claim": claim, "threads": threads,
         "draft_model": draft_model, "exit_layer": exit_layer,
+        "shortlist": None if shortlist is None else str(shortlist),
     }  # fmt: skip
     wishes = command.Wishes(
         out=out, resume=resume, audit=audit, ray=ray, ledger=ledger, json_output=json_output
@@ -156,6 +163,7 @@ def evaluate(
     claim: Claim = "auto",
     draft_model: DraftModel = None,
     exit_layer: ExitLayer = None,
+    shortlist: Shortlist = None,
     workload: Annotated[str, typer.Option(help="llm or tts.")] = "llm",
     model: Model = DEFAULT,
     option: Annotated[
@@ -179,6 +187,7 @@ def evaluate(
     candidate = {
         "transform": transform, "drafter": drafter, "depth": depth, "claim": claim,
         "draft_model": draft_model, "exit_layer": exit_layer,
+        "shortlist": None if shortlist is None else str(shortlist),
     }  # fmt: skip
     settings = {
         "workload": workload, "options": {"model": model, **command.parse_options(option or [])},

@@ -255,6 +255,7 @@ class TestMeasuring:
     def test_settings_reach_both_workers_and_the_planning_load(self, bench: Bench, tmp_path: Path) -> None:
         bench(
             dtype="float32", device="cpu", claim="guarded", threads=3, draft_model="small", exit_layer=4,
+            shortlist="ids.json",
             drafter="early_exit", depth=5, pairs=1,
         )  # fmt: skip
         stock, engine = bench.workers.settings
@@ -263,6 +264,7 @@ class TestMeasuring:
         assert engine == {
             "folder": str(tmp_path / "model"), "dtype": "float32", "device": "cpu", "claim": "guarded",
             "threads": 3, "draft_model": "small", "exit_layer": 4,
+            "shortlist": "ids.json",
         }  # fmt: skip
         ((name, options),) = bench.loads
         assert name == str(tmp_path / "model")

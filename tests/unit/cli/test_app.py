@@ -88,6 +88,7 @@ class TestGenerate:
             "max_new_tokens": 256,
             "raw": False,
             "exit_layer": None,
+            "shortlist": None,
         }
         assert seen["generate.run"] == (
             ("hi", LOAD, request, None),
@@ -103,6 +104,7 @@ class TestGenerate:
         )  # fmt: skip
         request = {
             "drafter": "early_exit", "depth": "3", "max_new_tokens": 7, "raw": True, "exit_layer": 5,
+            "shortlist": None,
             "min_new_tokens": 2, "stop_strings": ["a", "b c"], "repetition_penalty": 1.5,
             "no_repeat_ngram_size": 4,
         }  # fmt: skip
@@ -159,7 +161,7 @@ class TestBench:
             "model": DEFAULT_MODEL, "drafter": "auto", "depth": "auto", "suite": "diverse", "labels": (),
             "pairs": 3, "max_new_tokens": 256, "prompt_len": 512, "stop": "natural", "chat": None,
             "dtype": "bfloat16", "device": "cpu", "claim": "auto", "threads": None, "draft_model": None,
-            "exit_layer": None,
+            "exit_layer": None, "shortlist": None,
         }  # fmt: skip
         wishes = bench.Wishes(
             out=None, resume=False, audit=True, ray=None, ledger=DEFAULT_PLACE, json_output=False
@@ -177,7 +179,7 @@ class TestBench:
             "model": "m", "drafter": "lookup", "depth": "4", "suite": "s.jsonl", "labels": ("a", "b"),
             "pairs": 9, "max_new_tokens": 8, "prompt_len": 77, "stop": "fixed", "chat": False,
             "dtype": "float32", "device": "meta", "claim": "fixed", "threads": 3, "draft_model": "d",
-            "exit_layer": 2,
+            "exit_layer": 2, "shortlist": None,
         }  # fmt: skip
         wishes = bench.Wishes(
             out=Path("runs/x"), resume=True, audit=False, ray="auto", ledger=Path("l.jsonl"), json_output=True
