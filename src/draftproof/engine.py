@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from draftproof.decode import Decoding, plain_decode, speculate
 from draftproof.depth import MAX_DEPTH, CostAwareDepth, DepthPolicy, FixedDepth
 from draftproof.drafters.build import DrafterOptions, build_drafter, has_native_head
 from draftproof.errors import DrafterError, ModelError, OptionError, PromptError
-from draftproof.models.base import Target
+from draftproof.models.base import Session, Target
 from draftproof.models.catalog import DEFAULT_MODEL
 from draftproof.models.decoder import DecoderTarget
 from draftproof.models.generic import GenericTarget
@@ -274,19 +275,18 @@ class Engine:
             rule_set.refuse_uncopyable()
         policy = self._policy(depth)
         capacity = len(ids) + max_new_tokens + self.target.max_rows
+        open_session, made = cache(partial(self.target.open, capacity)), None
         if drafter != "none":
             self._check_can_draft()
-        run = self._decoding(ids, rule_set, capacity)
-        if drafter == "none":
-            return plain_decode(run, ids), run
-        made = build_drafter(
-            drafter,
-            DrafterOptions(
-                target=self.target, policy=policy, capacity=capacity, draft_model=draft_model,
-                exit_layer=exit_layer, session=run.session, shortlist=_as_tuple(shortlist),
-            ),
-        )  # fmt: skip
-        return speculate(run, ids, made, policy), run
+            made = build_drafter(
+                drafter,
+                DrafterOptions(
+                    target=self.target, policy=policy, capacity=capacity, draft_model=draft_model,
+                    exit_layer=exit_layer, open_session=open_session, shortlist=_as_tuple(shortlist),
+                ),
+            )  # fmt: skip
+        run = self._decoding(ids, rule_set, open_session())
+        return (plain_decode(run, ids) if made is None else speculate(run, ids, made, policy)), run
 
     def _check_can_draft(self) -> None:
         if isinstance(self.target, GenericTarget):
@@ -303,10 +303,10 @@ class Engine:
                 f" {self.target.max_context}; shorten the prompt or lower max_new_tokens"
             )
 
-    def _decoding(self, ids: Sequence[int], rule_set: RuleSet, capacity: int) -> Decoding:
+    def _decoding(self, ids: Sequence[int], rule_set: RuleSet, session: Session) -> Decoding:
         device = self.target.parts.device if isinstance(self.target, DecoderTarget) else torch.device("cpu")
         return Decoding(
-            session=self.target.open(capacity), rules=Rules(rule_set, ids, device), clock=self._clock,
+            session=session, rules=Rules(rule_set, ids, device), clock=self._clock,
             max_rows=self.plan.max_rows, margin_bound=self.plan.margin_bound,
         )  # fmt: skip
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -81,11 +82,11 @@ def custom_generate(
     if plan.margin_bound is not None:
         rule_set.refuse_uncopyable()
     capacity = len(prompt_ids) + max_new + plan.max_rows
-    session = target.open(capacity)
-    options = DrafterOptions(target=target, policy=policy, capacity=capacity, session=session)
+    open_session = cache(partial(target.open, capacity))
+    options = DrafterOptions(target=target, policy=policy, capacity=capacity, open_session=open_session)
     made = build_drafter(drafter, options)
     run = Decoding(
-        session=session, rules=Rules(rule_set, prompt_ids, input_ids.device),
+        session=open_session(), rules=Rules(rule_set, prompt_ids, input_ids.device),
         clock=RealClock(), max_rows=plan.max_rows, margin_bound=plan.margin_bound,
     )  # fmt: skip
     emitted: list[int] = []

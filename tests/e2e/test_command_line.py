@@ -231,13 +231,12 @@ class TestOthers:
         check_chain(rows["trace.jsonl"])
         assert len({tuple(row["token_ids"]) for row in rows["tokens.jsonl"]}) == 1
         document = json.loads((tmp_path / "run" / "run.json").read_text())
-        assert document["results"]["speedup"] is not None
         assert document["provenance"]["argv"][0] == "bench"
         outcome = document["results"]["verdict"]["outcome"]
-        assert outcome in ("pass", "tie", "fail"), (
-            "one pair of 12 tokens may well be slower on a busy machine"
-        )
-        assert done.returncode == (1 if outcome == "fail" else 0)
+        # One pair of 12 tokens may well be slower on a busy machine, or too noisy to show a speed at all.
+        assert outcome in ("pass", "tie", "fail", "void")
+        assert (document["results"]["speedup"] is None) == (outcome == "void")
+        assert done.returncode == (0 if outcome in ("pass", "tie") else 1)
         assert check_seal(tmp_path / "run") == []
         assert (tmp_path / "runs" / "ledger.jsonl").exists()
 

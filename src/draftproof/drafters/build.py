@@ -27,8 +27,9 @@ class DrafterOptions:
     """What a drafter may be built from.
 
     ``capacity`` is the number of positions of the request, one draft included; ``exit_layer`` how many of
-    the target's layers the early exit runs, a third by default. ``session`` is the request's own, opened but
-    not yet run: a native head reads its hidden rows. ``shortlist`` limits what such a head may draft.
+    the target's layers the early exit runs, a third by default. ``open_session`` gives the request's own
+    session, the same at every call: a native head reads its hidden rows. ``shortlist`` limits what such a
+    head may draft.
     """
 
     target: Target
@@ -36,7 +37,7 @@ class DrafterOptions:
     capacity: int
     draft_model: Target | None = None
     exit_layer: int | None = None
-    session: Session | None = None
+    open_session: Callable[[], Session] | None = None
     shortlist: tuple[int, ...] | None = None
 
 
@@ -59,9 +60,10 @@ def _early_exit(options: DrafterOptions) -> Drafter:
 
 def _mtp(options: DrafterOptions) -> Drafter:
     head_of(options.target)
-    if not isinstance(options.target, DecoderTarget) or not isinstance(options.session, DecoderSession):
+    session = options.open_session() if options.open_session is not None else None
+    if not isinstance(options.target, DecoderTarget) or not isinstance(session, DecoderSession):
         raise DrafterError("drafter 'mtp' needs the request's own session")
-    return MtpDrafter(options.target, options.session, options.capacity, options.shortlist)
+    return MtpDrafter(options.target, session, options.capacity, options.shortlist)
 
 
 def has_native_head(target: Target) -> bool:

@@ -211,14 +211,16 @@ class TestBuild:
         return DrafterOptions(target=target, policy=FixedDepth(2), capacity=100, **fields)
 
     def test_by_name(self, target: DecoderTarget) -> None:
-        made = build_drafter("mtp", self.options(target, session=target.open(100)))
+        made = build_drafter("mtp", self.options(target, open_session=lambda: target.open(100)))
         assert isinstance(made, MtpDrafter)
         assert isinstance(made, Drafter)
         assert has_native_head(target)
 
     def test_auto_drafts_with_the_head(self, target: DecoderTarget) -> None:
         run = request(target)
-        options = DrafterOptions(target=target, policy=FixedDepth(2), capacity=200, session=run.session)
+        options = DrafterOptions(
+            target=target, policy=FixedDepth(2), capacity=200, open_session=lambda: run.session
+        )
         rounds = list(speculate(run, PROMPT, build_drafter("auto", options), FixedDepth(2)))
         assert "mtp" in {r.source for r in rounds}
 
