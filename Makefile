@@ -34,7 +34,8 @@ test: .venv/.ready
 		|| { apt-get update -qq && apt-get install -y -qq chromium chromium-driver; }
 	$(PY) -m draftproof models pull
 	@$(MAKE) --no-print-directory check
-	$(PY) -m pytest $(PYTEST_ARGS)
+# Two processes, as bits and times are those of two threads each; a class or file stays in one of them.
+	$(PY) -m pytest -n 2 --dist loadscope $(PYTEST_ARGS)
 
 check: .venv/.ready
 	$(PY) -m ruff check
