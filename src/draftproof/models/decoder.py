@@ -322,7 +322,7 @@ class DecoderSession:
         return parts.head.rows(h_TD[-1:])[0]
 
     @torch.inference_mode()
-    def verify(self, token_ids: Sequence[int]) -> Tensor:
+    def verify(self, token_ids: Sequence[int] | Tensor) -> Tensor:
         """Run ``token_ids`` after the rows already pending; returns logits ``[T, V]``."""
         start, num_rows = self.cache.mark(), len(token_ids)
         rows = self.cache.begin(num_rows)
@@ -345,11 +345,11 @@ class DecoderSession:
             self.recurrent.commit(num_rows)
         self.hidden.commit(num_rows)
 
-    def _run(self, token_ids: Sequence[int], step: Step) -> Tensor:
+    def _run(self, token_ids: Sequence[int] | Tensor, step: Step) -> Tensor:
         """All layers and the final norm, ``[T, D]``."""
         parts = self._parts
         self.num_rows_run += len(token_ids)
-        ids_T = torch.tensor(token_ids, dtype=torch.long, device=parts.device)
+        ids_T = torch.as_tensor(token_ids, dtype=torch.long, device=parts.device)
         h_TD = F.embedding(ids_T, parts.embedding_VD).to(parts.dtype)
         if parts.embed_scale is not None:
             h_TD = h_TD * parts.embed_scale
