@@ -175,11 +175,19 @@ class _Run:
 
     def __init__(self, evidence: Evidence, folder: Path, tokenizer: Any) -> None:
         self.evidence, self._folder, self._tokenizer = evidence, folder, tokenizer
+        self._ends = {d.leg.host: d.leg.start_ns + d.leg.duration_ns for d in evidence.decodes}
+        self._shifts: dict[str, int] = {}
 
     def add(self, decodes: Sequence[Decode]) -> None:
         """Legs of one more pair."""
-        numbered = _numbered(decodes, len(self.evidence.decodes))
+        numbered = _numbered([self._after_reboot(d) for d in decodes], len(self.evidence.decodes))
         self.evidence = replace(self.evidence, decodes=(*self.evidence.decodes, *numbered))
+
+    def _after_reboot(self, decode: Decode) -> Decode:
+        """A resumed run's legs come after those it kept, also where the clock has begun anew since."""
+        leg = decode.leg
+        shift = self._shifts.setdefault(leg.host, max(0, self._ends.get(leg.host, 0) - leg.start_ns))
+        return replace(decode, leg=replace(leg, start_ns=leg.start_ns + shift)) if shift else decode
 
     def write(self, status: str) -> dict[str, Any]:
         """The run folder as it stands."""
@@ -274,6 +282,7 @@ def _kept(folder: Path, wanted: Evidence) -> tuple[Decode, ...]:
     facts = {
         "prompts": before.prompts == wanted.prompts, "machine": before.machine == wanted.machine,
         "weights": before.provenance.get("weights") == wanted.provenance["weights"],
+        "commit": before.provenance.get("commit") == wanted.provenance.get("commit"),
     }  # fmt: skip
     different += [name for name, is_same in facts.items() if not is_same]
     if different:

@@ -6,6 +6,7 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -744,6 +745,18 @@ class TestResuming:
         assert bench(resume=True) == before
         assert bench.workers.settings == []
 
+    def test_a_clock_that_began_anew_keeps_the_legs_in_order(self, bench: Bench) -> None:
+        """After a reboot monotonic time starts at zero."""
+        kept = interrupted(bench, 10)
+        late = [replace(d, leg=replace(d.leg, start_ns=d.leg.start_ns + 10**15)) for d in kept]
+        evidence, results = read_run(bench.folder)
+        folders.write_run(bench.folder, replace(evidence, decodes=tuple(late)), results)
+        bench(resume=True)
+        legs = bench.legs
+        assert len(legs) == 18
+        assert all(a.start_ns + a.duration_ns <= b.start_ns for a, b in pairwise(legs))
+        assert [leg.start_ns for leg in legs[:6]] == [d.leg.start_ns for d in late]
+
     def test_a_failed_run_goes_on(self, bench: Bench) -> None:
         bench.workers.tamper = stop_at(11, UsageError("gone"))
         with pytest.raises(UsageError):
@@ -804,6 +817,11 @@ class TestResuming:
         with monkeypatch.context() as patch:
             patch.setattr(runs, "provenance", lambda model, argv: {"weights": "w1"})
             with pytest.raises(UsageError, match=r"\(other weights\)"):
+                bench(resume=True)
+        known = bench.evidence.provenance
+        with monkeypatch.context() as patch:
+            patch.setattr(runs, "provenance", lambda model, argv: {**known, "commit": "another"})
+            with pytest.raises(UsageError, match=r"\(other commit\)"):
                 bench(resume=True)
         bench.suite.write_text(bench.suite.read_text().replace("hello", "hallo"))
         with pytest.raises(UsageError, match=r"\(other prompts\)"):
