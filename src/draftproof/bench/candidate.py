@@ -179,7 +179,8 @@ def _engine(settings: Message) -> tuple[Run, Message]:
     def run(request: Message) -> Message:
         length = request["max_new_tokens"]
         done = decode(
-            request["prompt_ids"], max_new_tokens=length, drafter=settings["drafter"],
+            request["prompt_ids"], max_new_tokens=length,
+            drafter="none" if request.get("is_plain") else settings["drafter"],
             depth=settings["depth"],
             **({"min_new_tokens": length} if settings["stop"] == "fixed" else {}),
         )  # fmt: skip

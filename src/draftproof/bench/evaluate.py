@@ -154,7 +154,8 @@ def evaluate_e2e(
     if candidate.drafter is not None and settings.workload != "llm":
         raise OptionError("a drafter decodes language models; use --workload llm")
     settings = replace(settings, options={**workload.options, "model": settings.options["model"]})
-    case = freeze(workload, settings)
+    has_serial = candidate.drafter not in (None, "none")
+    case = replace(freeze(workload, settings), has_serial=has_serial)
     base = base_line(settings, options)
     if source is not None:
         write_atomic(folder / TRANSFORM, source.decode("utf-8"))

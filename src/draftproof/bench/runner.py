@@ -58,8 +58,10 @@ class Failure:
 class Runner(Protocol):
     """One arm of an evaluation."""
 
-    def run(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Reply | Failure:
-        """Decode one prompt to the end."""
+    def run(
+        self, prompt_ids: Sequence[int], max_new_tokens: int, *, is_plain: bool = False
+    ) -> Reply | Failure:
+        """Decode one prompt to the end; with ``is_plain`` a built-in drafter's process drafts nothing."""
 
     def score(self, request: dict[str, Any]) -> Any:
         """A quality gate's figures, or a ``Failure``."""
@@ -113,9 +115,12 @@ class ChildRunner:
                 with contextlib.suppress(BrokenPipeError):
                     stream.close()
 
-    def run(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Reply | Failure:
+    def run(
+        self, prompt_ids: Sequence[int], max_new_tokens: int, *, is_plain: bool = False
+    ) -> Reply | Failure:
         """Decode one prompt; the request carries ids and a number no answer can know beforehand."""
-        answer = self._ask({"prompt_ids": list(prompt_ids), "max_new_tokens": max_new_tokens})
+        request: dict[str, Any] = {"prompt_ids": list(prompt_ids), "max_new_tokens": max_new_tokens}
+        answer = self._ask(request | ({"is_plain": True} if is_plain else {}))
         if isinstance(answer, Failure):
             return answer
         try:

@@ -16,7 +16,7 @@ from draftproof.bench.runner import Failure, Reply, Runner
 from draftproof.bench.workloads.base import Comparison, Inputs, Output
 from draftproof.clock import Clock
 from draftproof.errors import EvidenceError, UsageError
-from draftproof.folder import STOCK, Decode, Evidence, Role
+from draftproof.folder import SERIAL, STOCK, Decode, Evidence, Role
 from draftproof.record import Leg
 from draftproof.results import SOLO
 from draftproof.wire import encode
@@ -49,6 +49,7 @@ class Case:
         pairs: interleaved pairs an input.
         seed: of the order within the pairs.
         limits: quality gates, ``None`` for exact.
+        has_serial: the candidate's process can also decode without drafts, so that the gain can be split.
     """
 
     inputs: tuple[JudgedInput, ...]
@@ -57,10 +58,28 @@ class Case:
     pairs: int
     seed: int = 0
     limits: gate.Thresholds | None = None
+    has_serial: bool = False
 
 
 class StockError(UsageError):
     """The control itself failed: nothing can be said of the candidate."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """The candidate's process without its drafter."""
+
+    inner: Runner
+
+    def run(
+        self, prompt_ids: Sequence[int], max_new_tokens: int, *, is_plain: bool = True
+    ) -> Reply | Failure:
+        """As ``Runner`` says."""
+        return self.inner.run(prompt_ids, max_new_tokens, is_plain=is_plain)
+
+    def score(self, request: dict[str, Any]) -> Any:
+        """As ``Runner`` says."""
+        return self.inner.score(request)
 
 
 class Trial:
@@ -152,11 +171,11 @@ class Trial:
                 index * self._case.pairs + pair, len(self._case.inputs) * self._case.pairs,
             )  # fmt: skip
             outputs: dict[str, Output] = {}
-            for arm in self._rng.sample([STOCK, self.evidence.arm], 2):
+            for arm in self._arms(pair):
                 if arm == STOCK:
                     outputs[arm] = self._stock(baseline, item, STOCK, pair)
                     continue
-                reply = self._leg(candidate, item, arm, pair)
+                reply = self._leg(_Plain(candidate) if arm == SERIAL else candidate, item, arm, pair)
                 if isinstance(reply, Failure):
                     self._fail(item.label, reply)
                     return False, not reply.is_final
@@ -166,9 +185,18 @@ class Trial:
                 return False, True
         return True, True
 
+    def _arms(self, pair: int) -> list[str]:
+        """The order within a pair; an input's first one ends with the serial arm, which is not judged."""
+        both = [STOCK, self.evidence.arm]
+        if not self._case.has_serial:
+            return self._rng.sample(both, 2)
+        return [*self._rng.sample(both, 2), SERIAL] if pair == 0 else self._rng.sample([*both, SERIAL], 3)
+
     def _is_right(self, item: JudgedInput, expected: Output, outputs: dict[str, Output]) -> bool:
         """Compare a pair's outputs with stock's first."""
         stock, actual = outputs[STOCK], outputs[self.evidence.arm]
+        if SERIAL in outputs and not self._case.compare(expected, outputs[SERIAL]).is_equal:
+            actual = outputs[SERIAL]
         again = self._case.compare(expected, stock)
         if not again.is_equal:
             raise StockError(f"stock is not deterministic: {item.label}: {again.detail}")

@@ -15,6 +15,7 @@ from draftproof.bench.workloads.base import Output
 from draftproof.bench.workloads.llm import LLMWorkload
 from draftproof.errors import OptionError, UsageError
 from draftproof.folder import check_seal, read_run
+from draftproof.stats import paired_ratios
 
 Folder = Callable[..., Path]
 PLAIN = "def apply(workload):\n    pass\n"
@@ -190,6 +191,11 @@ def test_a_built_in_drafter_is_evaluated_with_its_plan_and_traces(
     assert evidence.curve is not None
     assert results["claim"] == evidence.plan.claim
     assert all(d.trace is not None for d in evidence.of("code", "lookup"))
+    plain = evidence.of("code", "serial")
+    assert len(plain) == 5
+    assert all(r.num_drafted == 0 for d in plain for r in d.trace.rounds)  # type: ignore[union-attr]
+    legs = [d.leg for d in evidence.decodes]
+    assert len(paired_ratios(legs, "code", "lookup", base="serial")) == 5
     assert all(row["reconciled"] for row in results["inputs"])
     assert not (tmp_path / "run" / evaluate.TRANSFORM).exists()
 

@@ -14,6 +14,7 @@ from draftproof.bench.trial import Case, JudgedInput, StockError, Trial
 from draftproof.bench.workloads.base import Comparison, Inputs, Output, compare_tokens
 from draftproof.folder import Evidence
 from draftproof.record import Counters, Machine
+from draftproof.results import SOLO, compute
 from draftproof.testing import FakeClock
 from draftproof.wire import decode
 
@@ -38,11 +39,15 @@ class Scripted:
     reply: Reply = REPLY
     scores: dict[str, Any] = field(default_factory=dict)
 
-    def run(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Reply | Failure:
+    plain_reply: Reply | None = None
+
+    def run(
+        self, prompt_ids: Sequence[int], max_new_tokens: int, *, is_plain: bool = False
+    ) -> Reply | Failure:
         assert max_new_tokens == 9
-        self.log.append((self.name, tuple(prompt_ids)))
+        self.log.append((f"{self.name} plain" if is_plain else self.name, tuple(prompt_ids)))
         self.clock.advance(100)
-        return self.reply
+        return self.plain_reply if is_plain and self.plain_reply else self.reply
 
     def score(self, request: dict[str, Any]) -> Any:
         self.log.append((f"{self.name} {request['score']}", tuple(request["prompt_ids"])))
@@ -68,6 +73,7 @@ class Stage:
     case: Case = field(default_factory=case)
     stock_reply: Reply = REPLY
     mine_reply: Reply = REPLY
+    plain_reply: Reply | None = None
     stock_scores: dict[str, Any] = field(default_factory=dict)
     mine_scores: dict[str, Any] = field(default_factory=dict)
     log: LOG = field(default_factory=list)
@@ -77,7 +83,7 @@ class Stage:
     def run(self) -> Evidence:
         clock = FakeClock(tick_ns=1)
         stock = Scripted("stock", self.log, clock, self.stock_reply, self.stock_scores)
-        mine = Scripted("mine", self.log, clock, self.mine_reply, self.mine_scores)
+        mine = Scripted("mine", self.log, clock, self.mine_reply, self.mine_scores, self.plain_reply)
 
         def start() -> Scripted:
             self.log.append(("start", ()))
@@ -99,6 +105,26 @@ def test_stock_runs_alone_before_the_candidate_exists_then_both_warm_up_and_take
     assert evidence.status == "complete"
     assert evidence.roles == ROLES
     assert evidence.prompts == IDS
+
+
+def test_a_drafter_is_also_timed_without_its_drafts() -> None:
+    """In every pair, last in an input's first one: the judged arm sees new content first."""
+    stage = Stage(case(has_serial=True))
+    evidence = stage.run()
+    legs = [d.leg for d in evidence.decodes if d.leg.arm != SOLO]
+    triples = [legs[i : i + 3] for i in range(0, len(legs), 3)]
+    assert all({leg.arm for leg in triple} == {"stock", "mine", "serial"} for triple in triples)
+    assert all(triple[2].arm == "serial" for triple in triples if triple[0].pair == 0)
+    assert len({tuple(leg.arm for leg in triple) for triple in triples}) > 3, "always the same order"
+    assert ("mine plain", (0,)) not in stage.log
+    assert compute(evidence)["serial_speedup"] is not None
+
+
+def test_a_serial_arm_with_other_tokens_is_wrong_too() -> None:
+    other = replace(REPLY, output=Output(token_ids=(9, 9, 9)))
+    evidence = Stage(case(has_serial=True), plain_reply=other).run()
+    assert {d.leg.label for d in evidence.decodes} == {"main"}
+    assert any("not run, as main did not pass" in note for note in evidence.notes)
 
 
 def test_the_order_within_pairs_comes_from_the_seed() -> None:
