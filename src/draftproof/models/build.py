@@ -30,6 +30,9 @@ class WeightSource(Protocol):
     def peek(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The same, without counting as handed out."""
 
+    def same(self, name: str, other: str, shape: tuple[int, ...]) -> bool:
+        """Whether both hold the same numbers, without counting as handed out."""
+
     def forget(self, name: str) -> None:
         """Mark as deliberately unused."""
 
@@ -153,9 +156,7 @@ class Builder:
             head = self.linear("head", ["lm_head"], self._hidden, [config.vocab_size])
             return self._source.take(name, shape), head
         dense = self._source.peek(name, shape)
-        if "lm_head.weight" in self._source and not torch.equal(
-            dense, self._source.peek("lm_head.weight", shape)
-        ):
+        if "lm_head.weight" in self._source and not self._source.same(name, "lm_head.weight", shape):
             raise ModelFileError("tied embeddings, but the checkpoint holds another output layer")
         self._source.forget("lm_head.weight")
         head = self._row_linear("head", [dense])

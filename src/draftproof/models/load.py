@@ -80,6 +80,22 @@ def resolve(name_or_path: str, dtype: str, progress: catalog.Progress | None = N
     raise ModelNotFoundError(f"no model {name_or_path!r}: no packaged model, folder or GGUF file; {hint}")
 
 
+def local_folder(name: str) -> Path:
+    """The folder at a path; nothing is fetched or converted.
+
+    Raises:
+        ModelNotFoundError: there is nothing of that name.
+        ModelFileError: it is a file.
+    """
+    path = _existing(name)
+    if path is None:
+        hint = ": a packaged model, no folder" if catalog.find(name) is not None else ""
+        raise ModelNotFoundError(f"no model folder {name!r}{hint}")
+    if not path.is_dir():
+        raise ModelFileError(f"{path} is not a model folder with a config.json and safetensors")
+    return path.resolve()
+
+
 def _existing(name: str) -> Path | None:
     """The path ``name`` means, if there is anything; names that cannot be paths are none."""
     try:
@@ -193,6 +209,10 @@ class ModuleWeights:
         tensor = self.take(name, shape)
         self._tensors[name] = tensor
         return tensor
+
+    def same(self, name: str, other: str, shape: tuple[int, ...]) -> bool:
+        """Whether both hold the same numbers."""
+        return torch.equal(self.peek(name, shape), self.peek(other, shape))
 
     def forget(self, name: str) -> None:
         """Drop a tied copy."""

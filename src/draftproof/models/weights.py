@@ -18,7 +18,8 @@ from torch import Tensor
 
 from draftproof.errors import ModelFileError
 
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+FLOATS = ("bfloat16", "float16", "float32")
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class Weights:
@@ -40,7 +41,7 @@ class Weights:
         self._files: dict[str, Path] = {}
         self._stored: dict[str, str] = {}
         for stored, file in _index(folder).items():
-            name = _renamed(stored, renamed or {})
+            name = asked_name(stored, renamed or {})
             if name is not None:
                 self._files[name], self._stored[name] = file, stored
         self._left = set(self._files)
@@ -82,15 +83,26 @@ class Weights:
                 tensor: Tensor = file.get_tensor(self._stored[name])
         except (SafetensorError, OSError) as error:
             raise ModelFileError(f"cannot read {self._files[name]}: {error}") from error
-        if tuple(tensor.shape) != shape:
-            raise ModelFileError(f"{name} is {tuple(tensor.shape)}, expected {shape}")
-        if tensor.dtype not in _FLOATS:
-            kind = str(tensor.dtype).removeprefix("torch.")
-            raise ModelFileError(f"{name} is {kind}, expected bfloat16, float16 or float32")
+        why = misfit(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), shape)
+        if why is not None:
+            raise ModelFileError(why)
         return tensor.to(device=self._device, dtype=self._dtype)
 
+    def same(self, name: str, other: str, shape: tuple[int, ...]) -> bool:
+        """Whether both tensors hold the same numbers; neither counts as used."""
+        return torch.equal(self.peek(name, shape), self.peek(other, shape))
 
-def _renamed(stored: str, renamed: Mapping[str, str | None]) -> str | None:
+
+def misfit(name: str, found: tuple[int, ...], dtype: str, shape: tuple[int, ...]) -> str | None:
+    """Why a stored tensor cannot be the weight of ``shape`` that is asked for, or ``None``."""
+    if found != shape:
+        return f"{name} is {found}, expected {shape}"
+    if dtype not in FLOATS:
+        return f"{name} is {dtype}, expected bfloat16, float16 or float32"
+    return None
+
+
+def asked_name(stored: str, renamed: Mapping[str, str | None]) -> str | None:
     """The name to ask for a stored tensor by, ``None`` when nobody should."""
     for prefix, instead in renamed.items():
         if stored.startswith(prefix):
@@ -105,21 +117,37 @@ def identity(folder: Path) -> str:
     return f"{folder.name}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}"
 
 
-def _index(folder: Path) -> dict[str, Path]:
-    """Tensor name to shard file."""
-    index_file = folder / "model.safetensors.index.json"
+def weight_map(folder: Path) -> dict[str, Path] | None:
+    """Tensor name to shard as the index has it, whether or not the shards are there; ``None`` without one."""
+    file = folder / INDEX
+    if not file.exists():
+        return None
     try:
-        if index_file.exists():
-            weight_map: dict[str, str] = json.loads(index_file.read_text())["weight_map"]
-            files = {name: folder / shard for name, shard in weight_map.items()}
-            missing = sorted({f.name for f in files.values() if not f.exists()})
-            if missing:
-                raise ModelFileError(f"{folder} lacks the shards {', '.join(missing)}")
-            return files
-        single = folder / "model.safetensors"
-        if not single.exists():
-            raise ModelFileError(f"{folder} has no model.safetensors and no index")
+        named: dict[str, str] = json.loads(file.read_text())["weight_map"]
+        return {name: folder / shard for name, shard in named.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelFileError(f"cannot read the weights in {folder}: {error}") from error
+
+
+def single_file(folder: Path) -> Path:
+    """The one file of a checkpoint without an index, which must be there."""
+    file = folder / SINGLE
+    if not file.exists():
+        raise ModelFileError(f"{folder} has no model.safetensors and no index")
+    return file
+
+
+def _index(folder: Path) -> dict[str, Path]:
+    """Tensor name to shard file; all of them there."""
+    files = weight_map(folder)
+    if files is not None:
+        missing = sorted({file.name for file in files.values() if not file.exists()})
+        if missing:
+            raise ModelFileError(f"{folder} lacks the shards {', '.join(missing)}")
+        return files
+    single = single_file(folder)
+    try:
         with safe_open(single, framework="pt") as file:
             return dict.fromkeys(file.keys(), single)
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise ModelFileError(f"cannot read the weights in {folder}: {error}") from error

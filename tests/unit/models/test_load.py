@@ -26,6 +26,7 @@ from draftproof.models.load import (
     build_decoder,
     load_generic,
     load_tokenizer,
+    local_folder,
     read_config,
     refusal,
     resolve,
@@ -116,6 +117,21 @@ def test_unknown_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         )
     refused(ModelNotFoundError, lambda: resolve("xyzzy", "bfloat16"), "'xyzzy'", "see `draftproof models`")
     refused(ModelNotFoundError, lambda: resolve(str(tmp_path / "gone.gguf"), "bfloat16"), "gone.gguf")
+
+
+def test_a_local_folder_is_never_fetched_or_converted(
+    pulled: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused(
+        ModelNotFoundError, lambda: local_folder(DEFAULT_MODEL), DEFAULT_MODEL, "a packaged model, no folder"
+    )
+    refused(ModelNotFoundError, lambda: local_folder("xyzzy"), "no model folder 'xyzzy'")
+    (tmp_path / DEFAULT_MODEL).mkdir()
+    assert local_folder(DEFAULT_MODEL) == tmp_path / DEFAULT_MODEL
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
+    refused(ModelFileError, lambda: local_folder("tiny.gguf"), "tiny.gguf", "not a model folder")
+    assert pulled == []
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text"])

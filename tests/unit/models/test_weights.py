@@ -79,6 +79,16 @@ def test_tensors_are_converted_as_stock_converts_them(
     assert torch.equal(got, tensor.to(wanted))
 
 
+def test_two_tensors_are_compared_and_stay(tmp_path: Path) -> None:
+    other = draw(3, 5).clone()
+    other[2, 4] += 1
+    weights = opened(single(tmp_path, TENSORS | {"same": draw(3, 5), "other": other}))
+    assert weights.same("a.weight", "same", (3, 5))
+    assert not weights.same("a.weight", "other", (3, 5))
+    assert all(name in weights for name in ("a.weight", "same", "other"))
+    refused(lambda: weights.same("a.weight", "b.weight", (3, 5)), "b.weight")
+
+
 def test_missing_tensor(tmp_path: Path) -> None:
     weights = opened(single(tmp_path))
     assert "d.weight" not in weights
