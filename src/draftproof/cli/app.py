@@ -97,17 +97,34 @@ def generate(
 @app.command()
 def doctor(
     model: Model = DEFAULT,
-    dtype: Dtype = "bfloat16",
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16 (default), float16 or float32; --plan-only: the folder's.")
+    ] = None,
     device: Device = "cpu",
     claim: Claim = "auto",
     threads: Threads = None,
     refresh: Annotated[bool, typer.Option("--refresh", help="Probe and measure again.")] = False,
+    plan_only: Annotated[
+        bool, typer.Option("--plan-only", help="Map a model folder and predict costs; reads no weights.")
+    ] = False,
+    context: Annotated[
+        int | None, typer.Option(help="With --plan-only: positions a token attends to; default 1024.")
+    ] = None,
     json_output: Json = False,
 ) -> None:
     """Show what this machine's kernels allow: plan, claim, cost curve, and whether speculation pays."""
     from draftproof.cli import doctor as command
+    from draftproof.cli import plan_only as planning
 
-    load = {"name_or_path": model, "dtype": dtype, "device": device, "claim": claim, "threads": threads}
+    if plan_only:
+        planning.run(model, dtype, context, json_output=json_output)
+        return
+    if context is not None:
+        raise typer.BadParameter("--context goes with --plan-only")
+    load = {
+        "name_or_path": model, "dtype": dtype or "bfloat16", "device": device, "claim": claim,
+        "threads": threads,
+    }  # fmt: skip
     command.run({**load, "refresh": refresh}, json_output=json_output)
 
 

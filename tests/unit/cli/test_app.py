@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 import draftproof
-from draftproof.cli import bench, doctor, generate, models
+from draftproof.cli import bench, doctor, generate, models, plan_only
 from draftproof.ledger import DEFAULT_PLACE
 from draftproof.models.catalog import DEFAULT_MODEL
 
@@ -55,7 +55,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
         return handler
 
-    for module, functions in ((generate, ["run"]), (doctor, ["run"]), (bench, ["run"]),
+    for module, functions in ((generate, ["run"]), (doctor, ["run"]), (plan_only, ["run"]), (bench, ["run"]),
                               (models, ["list_models", "pull_model"])):  # fmt: skip
         for function in functions:
             name = f"{module.__name__.rpartition('.')[2]}.{function}"
@@ -152,6 +152,19 @@ class TestDoctor:
     def test_every_option(self, invoke: Invoke, seen: dict[str, Any]) -> None:
         invoke("doctor", *LOAD_ARGUMENTS, "--refresh", "--json")
         assert seen["doctor.run"] == (({**LOAD_CHANGED, "refresh": True},), {"json_output": True})
+
+    def test_plan_only(self, invoke: Invoke, seen: dict[str, Any]) -> None:
+        assert invoke("doctor", "--plan-only") == (0, "")
+        assert seen["plan_only.run"] == ((DEFAULT_MODEL, None, None), {"json_output": False})
+        invoke("doctor", "--plan-only", *LOAD_ARGUMENTS, "--context", "0", "--json")
+        assert seen["plan_only.run"] == (("m", "float32", 0), {"json_output": True})
+        assert "doctor.run" not in seen
+
+    def test_a_context_goes_with_plan_only(self, invoke: Invoke, seen: dict[str, Any]) -> None:
+        code, output = invoke("doctor", "--context", "0")
+        assert code == 2
+        assert "--plan-only" in output
+        assert seen == {"code": 0}
 
 
 class TestBench:
