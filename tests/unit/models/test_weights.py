@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftproof.clock import RealClock
 from draftproof.errors import ModelFileError
+from draftproof.models import weights as weights_module
 from draftproof.models.load import load_decoder, read_config
 from draftproof.models.weights import Weights
+from draftproof.ops.linear import has_packed
 from draftproof.plans import PlanRequest, PlanStore, ProbeShapes
 
 CPU = torch.device("cpu")
@@ -215,3 +222,105 @@ def test_a_target_needs_every_tensor(tensors: dict[str, Any], name: str) -> None
     refused(lambda: load(folder), "1 tensors this architecture does not use", f"{name}_scale")
     save_file(tensors | {name: torch.ones(3, 3)}, folder / "model.safetensors")
     refused(lambda: load(folder), name, "(3, 3)")
+
+
+def save_shards(folder: Path, tensors: dict[str, Tensor], num_shards: int) -> int:
+    """Neighbours in different shards, under an index; bytes of all tensors."""
+    names = list(tensors)
+    places = {name: f"model-{i % num_shards}.safetensors" for i, name in enumerate(names)}
+    for shard in set(places.values()):
+        save_file({n: tensors[n] for n in names if places[n] == shard}, folder / shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_tensor_of_a_shard_is_read_once(
+    tied: bool, tiny_folder: Callable[..., Path], tmp_path: Path, scratch_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """But for a tied embedding, of which the output layer gets its own."""
+    source = tiny_folder("qwen3_5_mtp", tie_word_embeddings=tied)
+    tensors = load_file(source / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    save_shards(tmp_path, tensors, 3)
+    reads: Counter[str] = Counter()
+
+    class Counting:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._opened = safe_open(*args, **kwargs)
+
+        def __enter__(self) -> Counting:
+            self._file = self._opened.__enter__()
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self._opened.__exit__(*error)
+
+        def get_tensor(self, name: str) -> Tensor:
+            reads[name] += 1
+            return self._file.get_tensor(name)
+
+    monkeypatch.setattr(weights_module, "safe_open", Counting)
+    load(tmp_path)
+    assert reads == {n: 1 + (tied and n == "model.embed_tokens.weight") for n in tensors}
+
+
+# In a process of its own: its peak before anything is loaded is known.
+MEASURE = """
+import json, sys
+from dataclasses import replace
+from pathlib import Path
+import torch
+from draftproof.machine import peak_bytes, reset_peaks
+from draftproof.models.inventory import _plain_plan
+from draftproof.models.load import DTYPES, load_decoder, read_config
+
+folder, form, dtype = Path(sys.argv[1]), sys.argv[2], DTYPES[sys.argv[3]]
+config, cpu = read_config(folder), torch.device("cpu")
+plan = _plain_plan(config)
+ops = tuple(replace(op, form=form) if op.form == "plain" else op for op in plan.ops)
+reset_peaks(cpu)
+before = peak_bytes()
+target = load_decoder(folder, config, replace(plan, ops=ops), dtype=dtype, device=cpu)
+held = target.nbytes + target.parts.embedding_VD.nbytes
+print(json.dumps([peak_bytes() - before, held]))
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """A checkpoint of four shards in bf16, and the bytes of its tensors."""
+    folder = tmp_path_factory.mktemp("large")
+    config = LlamaConfig(
+        vocab_size=16384, hidden_size=1024, intermediate_size=4096, num_hidden_layers=6,
+        num_attention_heads=8, num_key_value_heads=2, head_dim=128, tie_word_embeddings=False,
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in LlamaForCausalLM(config).named_parameters()}
+    noise = draw(1 << 24, dtype=torch.bfloat16)
+    tensors = {name: noise[: shape.numel()].reshape(shape).clone() for name, shape in shapes.items()}
+    return folder, save_shards(folder, tensors, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [("plain", "bfloat16"), ("packed", "bfloat16"), ("plain", "float32"), ("packed", "float32"),
+     ("spaced:512", "float32")],
+)  # fmt: skip
+def test_loading_never_holds_the_weights_twice(form: str, dtype: str, large: tuple[Path, int]) -> None:
+    """A 9B model in the memory of one copy and a layer: nothing of the file stays behind a packed layer."""
+    if form != "plain" and not has_packed(CPU, getattr(torch, dtype)):
+        pytest.skip(f"no packed {dtype} linears on this processor")
+    folder, stored = large
+    command = [sys.executable, "-c", MEASURE, str(folder), form, dtype]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    peak, held = json.loads(done.stdout)
+    whole = stored * getattr(torch, dtype).itemsize // 2
+    # The norms are not counted; zero columns are.
+    assert held / whole > 1.4 if form == "spaced:512" else held / whole == pytest.approx(1, abs=0.01)
+    assert peak < 1.35 * held
+    if (form, dtype) == ("plain", "bfloat16"):  # as stored: everything stays in the mapped file
+        assert peak < 0.2 * whole
