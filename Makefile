@@ -1,6 +1,6 @@
 # make bench   install, fetch the default model, measure, print the table and the report's path
 # make test    install, fetch the default model, lint, type-check, run every test
-# BENCH_ARGS and PYTEST_ARGS are passed on:  make bench BENCH_ARGS="--pairs 3"
+# BENCH_ARGS and PYTEST_ARGS are passed on:  make bench BENCH_ARGS="--labels code"
 
 PYTHON ?= python3
 BENCH_ARGS ?=

@@ -57,7 +57,7 @@ class BenchSettings:
     depth: int | str = "auto"
     suite: str = "diverse"
     labels: tuple[str, ...] = ()
-    pairs: int = 3
+    pairs: int = 5
     max_new_tokens: int = 256
     prompt_len: int = 512
     stop: str = "natural"
