@@ -89,9 +89,23 @@ DRAFTERS: dict[str, Callable[[DrafterOptions], Drafter]] = {
 }
 
 
+# Options that mean something to some drafters only.
+_SERVES = {
+    "draft_model": ("draft_model", "auto"), "exit_layer": ("early_exit",), "shortlist": ("mtp", "auto"),
+}  # fmt: skip
+
+
 def build_drafter(name: str, options: DrafterOptions) -> Drafter:
-    """The drafter called ``name``; raises ``OptionError`` naming the known ones."""
+    """The drafter called ``name``; ``OptionError`` for an unknown one or an option it has no use for."""
     if name in DRAFTERS:
+        for option, users in _SERVES.items():
+            if getattr(options, option) is not None and name not in users:
+                flag = option.replace("_", "-")
+                raise OptionError(
+                    f"--{flag} does nothing with drafter {name!r}; it is for {' and '.join(users)}"
+                )
+        if options.shortlist is not None:
+            head_of(options.target)
         return DRAFTERS[name](options)
     for point in entry_points(group="draftproof.drafters"):
         if point.name == name:

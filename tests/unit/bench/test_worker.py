@@ -228,9 +228,10 @@ def test_both_arms_emit_stocks_ids(
     num_threads = torch.get_num_threads()
     try:
         _, stock = talk({**SETTINGS, **settings}, {**REQUEST, "drafter": None, "depth": None})
-        _, *own, drafted, refused = talk(
-            {**ENGINE, **settings, "exit_layer": 1}, *requests, alone, {**REQUEST, "depth": -1}
-        )
+        _, *own, drafted = talk({**ENGINE, **settings}, *requests[:2], alone)
+        no_model = {**settings, "draft_model": None}
+        _, *others, refused = talk({**ENGINE, **no_model}, *requests[2:], {**REQUEST, "depth": -1})
+        own += others
     finally:
         torch.set_num_threads(num_threads)
     assert stock["token_ids"] == want

@@ -62,11 +62,37 @@ def proposal(drafter: Drafter, num_tokens: int = 3) -> tuple[int, ...]:
 def test_the_table_names_every_drafter() -> None:
     assert sorted(DRAFTERS) == ["auto", "draft_model", "early_exit", "lookup", "mtp", "suffix"]
     for name in set(DRAFTERS) - {"mtp"}:  # which needs a checkpoint with a head: test_mtp.py
-        given = options(decoder(), draft_model=TableTarget(WIDTH))
+        given = options(decoder(), draft_model=TableTarget(WIDTH) if name == "draft_model" else None)
         made = build_drafter(name, given)
         assert isinstance(made, Drafter)
         assert made.name == name
         assert build_drafter(name, given) is not made, "a drafter is state of one request"
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "told"),
+    [
+        (
+            "lookup",
+            {"shortlist": (1, 2)},
+            "--shortlist does nothing with drafter 'lookup'; it is for mtp and auto",
+        ),
+        (
+            "suffix",
+            {"exit_layer": 3},
+            "--exit-layer does nothing with drafter 'suffix'; it is for early_exit",
+        ),
+        ("early_exit", {"draft_model": TableTarget(WIDTH)}, "--draft-model does nothing with .*early_exit"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(name: str, given: dict[str, Any], told: str) -> None:
+    with pytest.raises(OptionError, match=told):
+        build_drafter(name, options(decoder(), **given))
+
+
+def test_a_shortlist_without_a_head_is_refused() -> None:
+    with pytest.raises(DrafterError, match="needs a native head"):
+        build_drafter("auto", options(decoder(), shortlist=(1, 2)))
 
 
 def test_retrieval_drafters_need_nothing() -> None:
