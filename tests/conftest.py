@@ -3,9 +3,9 @@
 - ``scratch_cache``: ``DRAFTPROOF_CACHE`` points to a fresh folder for this test; the folder's path.
 - ``tiny_folder(kind, dtype=torch.float32, **config)``: the hub folder of a tiny model with fixed random
   weights and a byte-level tokenizer of 288 tokens, made once a session; treat it as read-only. Kinds:
-  ``llama``, ``qwen3``, ``gemma3_text``, ``qwen3_5_text``, ``qwen3_5_mtp`` (with a native head), ``gpt2``,
-  ``mistral``; ``config`` replaces fields of the configuration. No model has an end token unless ``config``
-  names one.
+  ``llama``, ``qwen3``, ``gemma3_text``, ``glm4_moe`` (dense), ``glm4_moe_mtp`` (with a native head),
+  ``qwen3_5_text``, ``qwen3_5_mtp`` (the same), ``gpt2``, ``mistral``; ``config`` replaces fields of the
+  configuration. No model has an end token unless ``config`` names one.
 - ``tiny_target(kind, dtype, **config)``: that model as a row-exact target of claim ``bitwise``, made once a
   session; its kernels are probed here, in this process.
 
@@ -48,6 +48,7 @@ _QWEN3_5 = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
     "linear_value_head_dim": 24, "partial_rotary_factor": 0.5,
 }  # fmt: skip
+_GLM4 = {**_DECODER, "first_k_dense_replace": 9, "num_mtp_layers": 1, "use_qk_norm": True}
 _GPT2 = {**_COMMON, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
 _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", _DECODER),
@@ -55,9 +56,22 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM", _GEMMA),
     "qwen3_5_text": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _QWEN3_5),
     "qwen3_5_mtp": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {**_QWEN3_5, "mtp_num_hidden_layers": 1}),
+    "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM", _GLM4),
+    "glm4_moe_mtp": ("Glm4MoeConfig", "Glm4MoeForCausalLM", _GLM4),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", _GPT2),
     "mistral": ("MistralConfig", "MistralForCausalLM", {**_DECODER, "sliding_window": 16}),
 }
+
+# Of a native head: prefix, the same of its decoder layer, norms, projection, copies of the target's tensors.
+_HEADS: dict[str, tuple[str, str, tuple[str, ...], str, dict[str, str]]] = {
+    "qwen3_5_mtp": (
+        "mtp.", "layers.0.", ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"), "fc", {},
+    ),
+    "glm4_moe_mtp": (
+        "model.layers.3.", "", ("shared_head.norm", "enorm", "hnorm"), "eh_proj",
+        {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"},
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -119,8 +133,8 @@ def _save(folder: Path, kind: str, dtype: torch.dtype, changes: dict[str, Any]) 
     for name, parameter in module.named_parameters():
         parameter.data = _weight(kind, name, torch.randn(parameter.shape, generator=generator))
     module.to(dtype).save_pretrained(folder)
-    if kind == "qwen3_5_mtp":
-        _add_head(folder / "model.safetensors", config, generator)
+    if kind in _HEADS:
+        _add_head(folder / "model.safetensors", kind, config, generator)
     if config.vocab_size == VOCAB:
         _tokenizer().save_pretrained(folder)
     return folder
@@ -137,20 +151,23 @@ def _weight(kind: str, name: str, noise: torch.Tensor) -> torch.Tensor:
     return factor - 1.0 if is_shifted else factor
 
 
-def _add_head(file: Path, config: Any, generator: torch.Generator) -> None:
+def _add_head(file: Path, kind: str, config: Any, generator: torch.Generator) -> None:
     """A native head beside the text model, as released checkpoints have it: transformers drops it on load."""
     tensors = safetensors.torch.load_file(file)
-    hidden, like = config.hidden_size, f"model.layers.{config.layer_types.index('full_attention')}."
+    prefix, block, norms, projection, copies = _HEADS[kind]
+    kinds = getattr(config, "layer_types", None) or ["full_attention"]
+    hidden, like = config.hidden_size, f"model.layers.{kinds.index('full_attention')}."
     shapes = {
-        f"mtp.layers.0.{k.removeprefix(like)}": v.shape for k, v in tensors.items() if k.startswith(like)
+        f"{prefix}{block}{k.removeprefix(like)}": v.shape for k, v in tensors.items() if k.startswith(like)
     }
-    shapes |= {
-        f"mtp.{name}.weight": (hidden,) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
-    }
-    shapes["mtp.fc.weight"] = (hidden, 2 * hidden)
+    shapes |= {f"{prefix}{name}.weight": (hidden,) for name in norms}
+    shapes[f"{prefix}{projection}.weight"] = (hidden, 2 * hidden)
     dtype = tensors[like + "mlp.up_proj.weight"].dtype
     for name, shape in shapes.items():
-        tensors[name] = _weight("qwen3_5_mtp", name, torch.randn(shape, generator=generator)).to(dtype)
+        tensors[name] = _weight(kind, name, torch.randn(shape, generator=generator)).to(dtype)
+    for name, original in copies.items():
+        if f"{original}.weight" in tensors:
+            tensors[f"{prefix}{name}.weight"] = tensors[f"{original}.weight"].clone()
     safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
 
 

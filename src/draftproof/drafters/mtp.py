@@ -78,7 +78,7 @@ class MtpDrafter:
 
     def _choose(self, out_1D: Tensor) -> Tensor:
         """The most likely id, ``[1]``; it stays on the device."""
-        best = self._output.rows(out_1D).argmax(-1)
+        best = self._output.rows(self._head.readable(out_1D)).argmax(-1)
         return best if self._ids_W is None else self._ids_W[best]
 
 

@@ -63,6 +63,11 @@ def linear_specs(config: Any) -> tuple[LinearSpec, ...]:
     )
 
 
+def head_spec(config: Any) -> LinearSpec:
+    """The shape of a native head's own linear; whether there is such a head is known only when it is read."""
+    return LinearSpec(name="mtp_in", num_in=2 * config.hidden_size, parts=(config.hidden_size,))
+
+
 def rotary_table(
     rotary: Callable[[Tensor], tuple[Tensor, Tensor]], num_positions: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
@@ -147,6 +152,14 @@ class Builder:
     def gamma(self, name: str, size: int | None = None) -> Tensor:
         """A Gemma norm weight as the fp32 factor it is applied as: ``1 + weight``."""
         return 1.0 + self.vector(name, size).float()
+
+    def drop_copy(self, name: str, original: Callable[[], Tensor]) -> None:
+        """Leave out a tensor that repeats ``original``, if there is one; refuse one that differs."""
+        if name not in self._source:
+            return
+        have = original()
+        if not torch.equal(self._source.take(name, tuple(have.shape)), have):
+            raise ModelFileError(f"{name} differs from the target's own, which it should repeat")
 
     def embedding_and_head(self, config: Any) -> tuple[Tensor, RowLinear]:
         """The embedding ``[V, D]`` and the output layer, tied or not."""

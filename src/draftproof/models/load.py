@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from draftproof.errors import ArchitectureError, ModelFileError, ModelNotFoundError
-from draftproof.models import catalog, gemma3, llama, qwen3, qwen3_5
+from draftproof.models import catalog, gemma3, glm4_moe, llama, qwen3, qwen3_5
 from draftproof.models.build import Builder, WeightSource, linear_specs
 from draftproof.models.decoder import DecoderParts, DecoderTarget
 from draftproof.models.generic import GenericTarget
@@ -49,6 +49,9 @@ ARCHITECTURES = {
     "llama": Architecture(refusal=llama.refusal, build=llama.build, row_ops=_SILU),
     "qwen3": Architecture(refusal=qwen3.refusal, build=qwen3.build, row_ops=_SILU),
     "gemma3_text": Architecture(refusal=gemma3.refusal, build=gemma3.build, row_ops=_GELU),
+    "glm4_moe": Architecture(
+        refusal=glm4_moe.refusal, build=glm4_moe.build, row_ops=_SILU, linear_specs=glm4_moe.linear_specs
+    ),
     "qwen3_5_text": Architecture(
         refusal=qwen3_5.refusal, build=qwen3_5.build, row_ops=_DELTA, linear_specs=qwen3_5.linear_specs,
         renamed=_QWEN3_5_NAMES,

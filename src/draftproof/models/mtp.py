@@ -3,9 +3,10 @@
 Slot ``p`` holds token ``x[p + 1]`` and the row ``h[p]`` that the target's output layer read, and predicts
 ``x[p + 2]`` (Gloeckle et al. 2024, arXiv 2404.19737; DeepSeek-AI 2024, arXiv 2412.19437, section 2.2):
 ``u = fc([norm(embed(x)); norm(h)])``, a full decoder layer with a key/value cache of its own, a final norm,
-the target's own output layer. The normed output is the hidden row of the next slot when several tokens are
-drafted. How a family names these parts is a ``HeadStyle``. Rows carry the bits of one-row calls as the
-target's do, by the same plan.
+the target's own output layer. When several tokens are drafted, the layer's output, normed or not, is the
+hidden row of the next slot. How a family names its parts and does this is a ``HeadStyle``, a row of
+``HEAD_STYLES``; the decoder layer is the architecture's own. Rows carry the bits of one-row calls as the
+target's do, by the same plan. One layer only: a chain of several different ones is not run.
 Letters: T rows, D hidden, V vocabulary, W shortlist.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,14 +26,26 @@ from draftproof.errors import ModelFileError, RollbackError
 from draftproof.models.build import Builder
 from draftproof.models.decoder import Layer, PromptStep, RotaryTable, RowsStep, Step
 from draftproof.ops.linear import PlainLinear, RowLinear
-from draftproof.ops.norm import rms_norm_shifted
+from draftproof.ops.norm import rms_norm, rms_norm_shifted
 
 _MAX_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadStyle:
-    """Where a family keeps the parts of its head, by checkpoint name, and the order it joins them in."""
+    """How a family stores its head, by checkpoint name, and how it runs it.
+
+    Attributes:
+        prefix: of every part; may name fields of the configuration, as in ``{config.num_hidden_layers}``.
+        block: prefix of the decoder layer, after ``prefix``.
+        embedding_copy: where the checkpoint repeats the target's embedding. A copy that is not equal is
+            refused: transformers' ``MtpModel`` drops it unread and takes the target's, too.
+        output_copy: the same of the output layer.
+        is_norm_shifted: norms store gamma - 1 and are applied in fp32.
+        is_hidden_first: the hidden row is joined before the embedding.
+        is_normed_fed_back: the hidden row of the next slot is what the output layer reads; else the decoder
+            layer's output before the final norm.
+    """
 
     prefix: str
     embedding_norm: str
@@ -39,13 +53,27 @@ class HeadStyle:
     projection: str
     block: str
     final_norm: str
+    embedding_copy: str | None = None
+    output_copy: str | None = None
+    is_norm_shifted: bool = False
     is_hidden_first: bool = False
+    is_normed_fed_back: bool = True
+
+    def prefix_in(self, config: Any) -> str:
+        """The prefix in a checkpoint of this configuration."""
+        return self.prefix.format(config=config)
 
 
 QWEN3_5 = HeadStyle(
     prefix="mtp.", embedding_norm="pre_fc_norm_embedding", hidden_norm="pre_fc_norm_hidden", projection="fc",
-    block="layers.0.", final_norm="norm",
+    block="layers.0.", final_norm="norm", is_norm_shifted=True,
 )  # fmt: skip
+GLM4_MOE = HeadStyle(
+    prefix="model.layers.{config.num_hidden_layers}.", embedding_norm="enorm", hidden_norm="hnorm",
+    projection="eh_proj", block="", final_norm="shared_head.norm", embedding_copy="embed_tokens",
+    output_copy="shared_head.head",
+)  # fmt: skip
+HEAD_STYLES = {"qwen3_5_text": QWEN3_5, "glm4_moe": GLM4_MOE}
 
 
 class NativeHead:
@@ -70,11 +98,17 @@ class NativeHead:
         self.style, self.shape, self.output = style, shape, output
         self.embedding_VD, self.dtype, self.device = embedding_VD, build.dtype, build.device
         self._eps = config.rms_norm_eps
-        self._norm_embedding = build.gamma(f"{style.prefix}{style.embedding_norm}.weight")
-        self._norm_hidden = build.gamma(f"{style.prefix}{style.hidden_norm}.weight")
-        self._norm_final = build.gamma(f"{style.prefix}{style.final_norm}.weight")
-        self._project = build.linear("mtp_in", [style.prefix + style.projection], 2 * config.hidden_size)
-        self._layer = make_layer(style.prefix + style.block)
+        prefix = style.prefix_in(config)
+        weight = build.gamma if style.is_norm_shifted else build.vector
+        self._norm_embedding = weight(f"{prefix}{style.embedding_norm}.weight")
+        self._norm_hidden = weight(f"{prefix}{style.hidden_norm}.weight")
+        self._norm_final = weight(f"{prefix}{style.final_norm}.weight")
+        self._project = build.linear("mtp_in", [prefix + style.projection], 2 * config.hidden_size)
+        self._layer = make_layer(prefix + style.block)
+        if style.embedding_copy is not None:
+            build.drop_copy(f"{prefix}{style.embedding_copy}.weight", lambda: embedding_VD)
+        if style.output_copy is not None:
+            build.drop_copy(f"{prefix}{style.output_copy}.weight", output.dense)
         self.nbytes = build.nbytes
         self._shortlists: dict[tuple[int, ...], RowLinear] = {}
 
@@ -85,16 +119,22 @@ class NativeHead:
     def join(self, ids_T: Tensor, hidden_TD: Tensor, step: Step) -> Tensor:
         """The layer's input ``[T, D]``: both halves normed, joined in the family's order, projected."""
         embedded = F.embedding(ids_T, self.embedding_VD).to(self.dtype)
-        halves = [
-            rms_norm_shifted(embedded, self._norm_embedding, self._eps),
-            rms_norm_shifted(hidden_TD, self._norm_hidden, self._eps),
-        ]
+        halves = [self._norm(embedded, self._norm_embedding), self._norm(hidden_TD, self._norm_hidden)]
         joined = torch.cat(halves[::-1] if self.style.is_hidden_first else halves, -1)
         return step.linear(self._project, joined)
 
     def finish(self, u_TD: Tensor, step: Step) -> Tensor:
-        """Decoder layer and final norm, ``[T, D]``: what the output layer and the next slot read."""
-        return rms_norm_shifted(self._layer(u_TD, step), self._norm_final, self._eps)
+        """The decoder layer, ``[T, D]``: the hidden rows of the next slots, as the family feeds them back."""
+        y_TD = self._layer(u_TD, step)
+        return self._norm(y_TD, self._norm_final) if self.style.is_normed_fed_back else y_TD
+
+    def readable(self, out_TD: Tensor) -> Tensor:
+        """What the output layer reads of ``finish``'s rows."""
+        return out_TD if self.style.is_normed_fed_back else self._norm(out_TD, self._norm_final)
+
+    def _norm(self, x_TD: Tensor, weight_D: Tensor) -> Tensor:
+        norm = rms_norm_shifted if self.style.is_norm_shifted else rms_norm
+        return norm(x_TD, weight_D, self._eps)
 
     def shortlist(self, ids_W: Tensor) -> RowLinear:
         """The rows ``ids_W`` of the output layer as a layer of its own, ``[T, D] -> [T, W]``.
@@ -105,6 +145,25 @@ class NativeHead:
         if key not in self._shortlists:
             self._shortlists[key] = RowLinear(PlainLinear([self.output.dense()[ids_W]]), _MAX_ROWS)
         return self._shortlists[key]
+
+
+def native_head(
+    config: Any, build: Builder, *, make_layer: Callable[[Builder, str], Layer], shape: LayerShape,
+    embedding_VD: Tensor, output: RowLinear,
+) -> NativeHead | None:  # fmt: skip
+    """The head that the checkpoint holds beside a target of this configuration, if any.
+
+    Whether it does is read from the tensors: configurations claim heads that were not saved. ``make_layer``
+    makes the family's decoder layer from a builder and a prefix; call this after the target's own layers.
+    """
+    style = HEAD_STYLES[config.model_type]
+    if not build.has_any(style.prefix_in(config)):
+        return None
+    apart = build.apart()
+    return NativeHead(
+        style, config, apart, make_layer=partial(make_layer, apart), shape=shape,
+        embedding_VD=embedding_VD, output=output,
+    )  # fmt: skip
 
 
 class HeadSession:

@@ -17,14 +17,14 @@ from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
 from draftproof.cache import LayerShape
-from draftproof.models.build import Builder, head_size_of, rotary_table
-from draftproof.models.decoder import DecoderParts, RotaryRows, Step
-from draftproof.models.mtp import QWEN3_5, NativeHead
+from draftproof.models.build import Builder, head_size_of, head_spec, rotary_table
+from draftproof.models.decoder import DecoderParts, Step
+from draftproof.models.mtp import native_head
 from draftproof.ops.activation import silu_gate
 from draftproof.ops.gated_delta import DeltaInput, gated_norm
 from draftproof.ops.linear import LinearSpec
 from draftproof.ops.norm import rms_norm_shifted
-from draftproof.ops.rotary import rotate
+from draftproof.ops.rotary import rotate_first
 from draftproof.recurrent import RecurrentShape
 
 
@@ -70,8 +70,7 @@ def linear_specs(config: Any) -> tuple[LinearSpec, ...]:
         LinearSpec(name="gate_up", num_in=hidden, parts=(inner, inner)),
         LinearSpec(name="down", num_in=inner, parts=(hidden,)),
         LinearSpec(name="head", num_in=hidden, parts=(config.vocab_size,)),
-        # Whether the checkpoint holds a native head is known only when it is read.
-        LinearSpec(name="mtp_in", num_in=2 * hidden, parts=(hidden,)),
+        head_spec(config),
     )
 
 
@@ -118,17 +117,12 @@ class AttentionLayer(_Block):
         queries, keys, values = qkv.split([2 * heads * size, *[self._groups * size] * 2], -1)
         q_THK, gate_THK = queries.view(num_rows, heads, 2 * size).chunk(2, -1)
         rotary = step.rotary("full")
-        q_THK = _rotate(rms_norm_shifted(q_THK, self._norm_q, self._eps), rotary)
-        k_TGK = _rotate(rms_norm_shifted(keys.view(num_rows, -1, size), self._norm_k, self._eps), rotary)
+        cos_T1K, sin_T1K = rotary.cos_T1K, rotary.signed_sin_T1K
+        k_TGK = rms_norm_shifted(keys.view(num_rows, -1, size), self._norm_k, self._eps)
+        q_THK = rotate_first(rms_norm_shifted(q_THK, self._norm_q, self._eps), cos_T1K, sin_T1K)
+        k_TGK = rotate_first(k_TGK, cos_T1K, sin_T1K)
         mixed = step.attend(self._index, q_THK, k_TGK, values.view(num_rows, -1, size), size**-0.5)
         return step.linear(self._out, mixed * torch.sigmoid(gate_THK.reshape(num_rows, -1)))
-
-
-def _rotate(x_THK: Tensor, rotary: RotaryRows) -> Tensor:
-    """Rotary embedding on the first part of every head."""
-    num_rotated = rotary.cos_T1K.shape[-1]
-    rotated = rotate(x_THK[..., :num_rotated], rotary.cos_T1K, rotary.signed_sin_T1K)
-    return torch.cat((rotated, x_THK[..., num_rotated:]), -1)
 
 
 class DeltaLayer(_Block):
@@ -189,20 +183,10 @@ def build(config: Any, build: Builder) -> DecoderParts:
         probe = torch.empty(0, dtype=build.dtype)
         return {"full": rotary_table(partial(rotary, probe), num_positions, build.device)}
 
-    def make_layer(prefix: str) -> AttentionLayer:
-        return AttentionLayer(config, apart, prefix, 0)
-
-    head_parts, apart = None, build.apart()
-    if build.has_any(QWEN3_5.prefix):
-        head_parts = NativeHead(
-            QWEN3_5,
-            config,
-            apart,
-            make_layer=make_layer,
-            shape=attention,
-            embedding_VD=embedding,
-            output=head,
-        )
+    head_parts = native_head(
+        config, build, make_layer=lambda apart, prefix: AttentionLayer(config, apart, prefix, 0),
+        shape=attention, embedding_VD=embedding, output=head,
+    )  # fmt: skip
     return build.parts(
         config, embedding=embedding, head=head, layers=tuple(layers), shapes=tuple(shapes),
         final_norm=lambda h: rms_norm_shifted(h, norm, eps), make_rotary=make_rotary, native_head=head_parts,

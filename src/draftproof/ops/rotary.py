@@ -20,6 +20,13 @@ def rotate(x_THK: Tensor, cos_T1K: Tensor, signed_sin_T1K: Tensor) -> Tensor:
     return (x_THK * cos_T1K).add_(swapped.mul_(signed_sin_T1K))
 
 
+def rotate_first(x_THK: Tensor, cos_T1K: Tensor, signed_sin_T1K: Tensor) -> Tensor:
+    """``rotate`` the first part of every head, as much as the cosine covers; the rest passes unchanged."""
+    num_rotated = cos_T1K.shape[-1]
+    rotated = rotate(x_THK[..., :num_rotated], cos_T1K, signed_sin_T1K)
+    return torch.cat((rotated, x_THK[..., num_rotated:]), -1)
+
+
 def sign_first_half(sin_TK: Tensor) -> Tensor:
     """``sin`` with its first half negated: negation is exact, so products keep their bits."""
     half = sin_TK.shape[-1] // 2

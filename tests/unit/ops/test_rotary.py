@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import apply_rotary_pos_emb as gemma_rotary
+from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb as glm_rotary
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rotary
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb as qwen_rotary
 
-from draftproof.ops.rotary import rotate, rotate_reference, sign_first_half
+from draftproof.ops.rotary import rotate, rotate_first, rotate_reference, sign_first_half
 
 SHAPES = [(1, 4, 16), (1, 1, 64), (5, 6, 24), (32, 3, 128), (2, 9, 2), (3, 1, 320)]
 STOCK = pytest.mark.parametrize(
@@ -44,6 +45,17 @@ def test_rotation_is_stocks(stock: object, shape: tuple[int, int, int], dtype: t
     assert torch.equal(rotate(other, cos[:, None], signed[:, None]), want_other)
     assert torch.equal(rotate_reference(x_THK, cos, sin), want)
     assert all(torch.equal(a, b) for a, b in zip(given, (x_THK, cos, sin), strict=True))
+
+
+@pytest.mark.parametrize("num_rotated", [2, 8, 14, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_first_part_is_rotated_as_glms(num_rotated: int, dtype: torch.dtype) -> None:
+    x_THK, (cos, sin) = draw(5, 3, 16, dtype=dtype, seed=4), angles(5, num_rotated, dtype)
+    x_HTK = x_THK.transpose(0, 1)[None]
+    want = glm_rotary(x_HTK, x_HTK, cos[None], sin[None])[0][0].transpose(0, 1)
+    got = rotate_first(x_THK, cos[:, None], sign_first_half(sin)[:, None])
+    assert torch.equal(got, want)
+    assert torch.equal(got[..., num_rotated:], x_THK[..., num_rotated:])
 
 
 def test_the_sign_goes_to_the_first_half() -> None:
