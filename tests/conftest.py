@@ -4,8 +4,9 @@
 - ``tiny_folder(kind, dtype=torch.float32, **config)``: the hub folder of a tiny model with fixed random
   weights and a byte-level tokenizer of 288 tokens, made once a session; treat it as read-only. Kinds:
   ``llama``, ``qwen3``, ``gemma3_text``, ``glm4_moe`` (dense), ``glm4_moe_mtp`` (with a native head),
-  ``qwen3_5_text``, ``qwen3_5_mtp`` (the same), ``gpt2``, ``mistral``; ``config`` replaces fields of the
-  configuration. No model has an end token unless ``config`` names one.
+  ``qwen3_5_text``, ``qwen3_5_mtp`` (the same), ``qwen3_5_moe_text``, ``qwen3_5_moe_mtp`` (experts stored
+  one by one), ``gpt2``, ``mistral``; ``config`` replaces fields of the configuration. No model has an end
+  token unless ``config`` names one.
 - ``tiny_target(kind, dtype, **config)``: that model as a row-exact target of claim ``bitwise``, made once a
   session; its kernels are probed here, in this process.
 
@@ -48,6 +49,11 @@ _QWEN3_5 = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
     "linear_value_head_dim": 24, "partial_rotary_factor": 0.5,
 }  # fmt: skip
+_QWEN3_5_MOE = {
+    **{k: v for k, v in _QWEN3_5.items() if k != "intermediate_size"}, "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_experts": 6,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 48,
+}  # fmt: skip
 _GLM4 = {**_DECODER, "first_k_dense_replace": 9, "num_mtp_layers": 1, "use_qk_norm": True}
 _GPT2 = {**_COMMON, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
 _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -56,6 +62,8 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM", _GEMMA),
     "qwen3_5_text": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _QWEN3_5),
     "qwen3_5_mtp": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {**_QWEN3_5, "mtp_num_hidden_layers": 1}),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", _QWEN3_5_MOE),
+    "qwen3_5_moe_mtp": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", _QWEN3_5_MOE),
     "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM", _GLM4),
     "glm4_moe_mtp": ("Glm4MoeConfig", "Glm4MoeForCausalLM", _GLM4),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", _GPT2),
@@ -63,10 +71,13 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 # Of a native head: prefix, the same of its decoder layer, norms, projection, copies of the target's tensors.
-_HEADS: dict[str, tuple[str, str, tuple[str, ...], str, dict[str, str]]] = {
-    "qwen3_5_mtp": (
-        "mtp.", "layers.0.", ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"), "fc", {},
-    ),
+_Head = tuple[str, str, tuple[str, ...], str, dict[str, str]]
+_QWEN_HEAD: _Head = (
+    "mtp.", "layers.0.", ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"), "fc", {},
+)  # fmt: skip
+_HEADS: dict[str, _Head] = {
+    "qwen3_5_mtp": _QWEN_HEAD,
+    "qwen3_5_moe_mtp": _QWEN_HEAD,
     "glm4_moe_mtp": (
         "model.layers.3.", "", ("shared_head.norm", "enorm", "hnorm"), "eh_proj",
         {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"},
@@ -147,7 +158,7 @@ def _weight(kind: str, name: str, noise: torch.Tensor) -> torch.Tensor:
         return 0.2 * noise
     # Either sign in the last norm: tied to the embedding, every token would repeat itself.
     factor = noise if name == "model.norm.weight" else 1.0 + 0.2 * noise
-    is_shifted = kind in ("gemma3_text", "qwen3_5_text", "qwen3_5_mtp") and "linear_attn" not in name
+    is_shifted = kind.startswith(("gemma3_text", "qwen3_5")) and "linear_attn" not in name
     return factor - 1.0 if is_shifted else factor
 
 
@@ -162,7 +173,7 @@ def _add_head(file: Path, kind: str, config: Any, generator: torch.Generator) ->
     }
     shapes |= {f"{prefix}{name}.weight": (hidden,) for name in norms}
     shapes[f"{prefix}{projection}.weight"] = (hidden, 2 * hidden)
-    dtype = tensors[like + "mlp.up_proj.weight"].dtype
+    dtype = tensors["model.norm.weight"].dtype
     for name, shape in shapes.items():
         tensors[name] = _weight(kind, name, torch.randn(shape, generator=generator)).to(dtype)
     for name, original in copies.items():

@@ -77,10 +77,11 @@ class ProbeShapes:
     @classmethod
     def of(cls, config: Any, request: PlanRequest) -> ProbeShapes:
         """The shapes of a configuration with a row-exact target."""
+        linears = ARCHITECTURES[config.model_type].linear_specs(config)
         return cls(
-            linears=ARCHITECTURES[config.model_type].linear_specs(config),
+            linears=linears,
             attention=(config.num_attention_heads, config.num_key_value_heads, head_size_of(config)),
-            inner=config.intermediate_size,
+            inner=next(spec.parts[0] for spec in linears if spec.name == "gate_up"),
             dtype=str(request.dtype).removeprefix("torch."),
             share=request.share,
             fixed_rows=request.fixed_rows if request.claim == "fixed" else None,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from draftproof.errors import ModelFileError
 from draftproof.models.decoder import DecoderParts
+from draftproof.ops.experts import Experts
 from draftproof.ops.gated_delta import FORMS, DeltaForms
 from draftproof.ops.linear import LinearSpec, RowLinear, build_form
 from draftproof.record import Plan
@@ -92,7 +93,7 @@ class Builder:
                  device: torch.device) -> None:  # fmt: skip
         self.dtype, self.device = dtype, device
         self._source, self._plan, self._hidden = source, plan, hidden
-        self._linears: list[RowLinear] = []
+        self._linears: list[RowLinear | Experts] = []
 
     def linear(self, op: str, names: Sequence[str], num_in: int, sizes: Sequence[int] = ()) -> RowLinear:
         """The linear ``op`` fused from the named parts; ``sizes`` default to the residual width."""
@@ -119,8 +120,12 @@ class Builder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the linears built so far."""
+        """Bytes of the linears built so far, and of what was counted with them."""
         return sum(linear.nbytes for linear in self._linears)
+
+    def count(self, experts: Experts) -> None:
+        """Count a layer's experts among the linears."""
+        self._linears.append(experts)
 
     def qkv(self, prefix: str, num_heads: int, num_groups: int, head_size: int) -> RowLinear:
         """Query, key and value projections, fused: ``[T, D] -> [T, (H + 2 G) * K]``."""

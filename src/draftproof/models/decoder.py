@@ -19,6 +19,7 @@ from torch import Tensor
 from draftproof.cache import CacheRows, KVCache, LayerShape
 from draftproof.errors import RollbackError
 from draftproof.ops.attention import attend_prompt, attend_row
+from draftproof.ops.experts import Experts
 from draftproof.ops.gated_delta import DeltaForms, DeltaInput, conv_prompt, delta_prompt, gates
 from draftproof.ops.linear import RowLinear
 from draftproof.ops.rotary import sign_first_half
@@ -61,6 +62,9 @@ class Step(Protocol):
     def recur(self, layer: int, rows: DeltaInput, forms: DeltaForms) -> Tensor:
         """Run the gated delta rule from the stored state, store what follows: ``[T, H, V]``."""
 
+    def mix(self, experts: Experts, x_TD: Tensor, routed_TN: Tensor, shared_TD: Tensor) -> Tensor:
+        """Send rows to their experts, add the shared one's: ``[T, D]``."""
+
 
 Layer = Callable[[Tensor, Step], Tensor]
 _States = TypeVar("_States", RecurrentRows, RecurrentCache)
@@ -101,7 +105,7 @@ class DecoderParts:
     final_norm: Callable[[Tensor], Tensor]
     head: RowLinear
     make_rotary: RotaryMaker
-    linears: tuple[RowLinear, ...]
+    linears: tuple[RowLinear | Experts, ...]
     native_head: object | None = None
 
     @property
@@ -154,6 +158,10 @@ class RowsStep:
         states = _have(self._states)
         return forms.delta(rows, states.before(layer), states.after(layer))
 
+    def mix(self, experts: Experts, x_TD: Tensor, routed_TN: Tensor, shared_TD: Tensor) -> Tensor:
+        """As ``Step`` says."""
+        return experts.rows(x_TD, routed_TN, shared_TD)
+
 
 def _have(states: _States | None) -> _States:
     if states is None:
@@ -198,6 +206,10 @@ class PromptStep:
         out_THV, state_HKV = delta_prompt(rows)
         _have(self._states).write_state(layer, state_HKV)
         return out_THV
+
+    def mix(self, experts: Experts, x_TD: Tensor, routed_TN: Tensor, shared_TD: Tensor) -> Tensor:
+        """As ``Step`` says."""
+        return experts.prompt(x_TD, routed_TN, shared_TD)
 
 
 class HiddenRows:
@@ -250,7 +262,10 @@ class DecoderTarget:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of packed weights; embedding rows read from the memory-mapped file are not counted."""
+        """Bytes of weights one row reads: packed linears and as many experts as it is sent to.
+
+        Embedding rows, read from the memory-mapped file, are not counted.
+        """
         return sum(op.nbytes for op in self.parts.linears)
 
     def truncated(self, num_layers: int) -> DecoderTarget:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from draftproof.errors import ArchitectureError, ModelFileError, ModelNotFoundError
-from draftproof.models import catalog, gemma3, glm4_moe, llama, qwen3, qwen3_5
+from draftproof.models import catalog, gemma3, glm4_moe, llama, qwen3, qwen3_5, qwen3_5_moe
 from draftproof.models.build import Builder, WeightSource, linear_specs
 from draftproof.models.decoder import DecoderParts, DecoderTarget
 from draftproof.models.generic import GenericTarget
@@ -55,6 +55,10 @@ ARCHITECTURES = {
     "qwen3_5_text": Architecture(
         refusal=qwen3_5.refusal, build=qwen3_5.build, row_ops=_DELTA, linear_specs=qwen3_5.linear_specs,
         renamed=_QWEN3_5_NAMES,
+    ),
+    "qwen3_5_moe_text": Architecture(
+        refusal=qwen3_5_moe.refusal, build=qwen3_5_moe.build, row_ops=_DELTA,
+        linear_specs=qwen3_5_moe.linear_specs, renamed=_QWEN3_5_NAMES,
     ),
 }  # fmt: skip
 

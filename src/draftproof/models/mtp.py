@@ -73,7 +73,7 @@ GLM4_MOE = HeadStyle(
     projection="eh_proj", block="", final_norm="shared_head.norm", embedding_copy="embed_tokens",
     output_copy="shared_head.head",
 )  # fmt: skip
-HEAD_STYLES = {"qwen3_5_text": QWEN3_5, "glm4_moe": GLM4_MOE}
+HEAD_STYLES = {"qwen3_5_text": QWEN3_5, "qwen3_5_moe_text": QWEN3_5, "glm4_moe": GLM4_MOE}
 
 
 class NativeHead:

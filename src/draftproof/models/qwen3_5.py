@@ -9,6 +9,8 @@ beside a vision tower; ``models.load`` renames the first and leaves the second a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +20,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedd
 
 from draftproof.cache import LayerShape
 from draftproof.models.build import Builder, head_size_of, head_spec, rotary_table
-from draftproof.models.decoder import DecoderParts, Step
+from draftproof.models.decoder import DecoderParts, Layer, Step
 from draftproof.models.mtp import native_head
 from draftproof.ops.activation import silu_gate
 from draftproof.ops.gated_delta import DeltaInput, gated_norm
@@ -57,7 +59,12 @@ def _conv_channels(config: Any) -> int:
 
 def linear_specs(config: Any) -> tuple[LinearSpec, ...]:
     """Every linear shape of this configuration, as the layers fuse them."""
-    hidden, inner, size = config.hidden_size, config.intermediate_size, head_size_of(config)
+    return specs_around(config, config.intermediate_size)
+
+
+def specs_around(config: Any, inner: int) -> tuple[LinearSpec, ...]:
+    """Every linear shape, where the dense feed-forward part is ``inner`` wide."""
+    hidden, size = config.hidden_size, head_size_of(config)
     heads, groups = config.num_attention_heads * size, config.num_key_value_heads * size
     num_states = config.linear_num_value_heads
     values = num_states * config.linear_value_head_dim
@@ -74,13 +81,38 @@ def linear_specs(config: Any) -> tuple[LinearSpec, ...]:
     )
 
 
-class _Block:
-    """What both kinds of layer share: two norms and the feed-forward part around a token mixer."""
+class FeedForward:
+    """The dense feed-forward part, ``[T, D] -> [T, D]``."""
 
     def __init__(self, config: Any, build: Builder, prefix: str) -> None:
-        self._eps = config.rms_norm_eps
-        self._gate_up = build.gate_up(prefix + "mlp.", config.intermediate_size)
-        self._down = build.linear("down", [prefix + "mlp.down_proj"], config.intermediate_size)
+        self._gate_up = build.gate_up(prefix, config.intermediate_size)
+        self._down = build.linear("down", [prefix + "down_proj"], config.intermediate_size)
+
+    def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
+        """Down of the gated up."""
+        return step.linear(self._down, silu_gate(step.linear(self._gate_up, x_TD)))
+
+
+# From configuration, builder and prefix.
+MakeFeedForward = Callable[[Any, Builder, str], Layer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a layer stands: its prefix, its number among layers of its kind, and its feed-forward part."""
+
+    prefix: str
+    index: int
+    feed_forward: MakeFeedForward
+
+
+class _Block:
+    """What both kinds of layer share: two norms around a token mixer and a feed-forward part."""
+
+    def __init__(self, config: Any, build: Builder, place: Place) -> None:
+        prefix = place.prefix
+        self._eps, self._index = config.rms_norm_eps, place.index
+        self._feed_forward = place.feed_forward(config, build, prefix + "mlp.")
         self._norm_in = build.gamma(prefix + "input_layernorm.weight")
         self._norm_mlp = build.gamma(prefix + "post_attention_layernorm.weight")
 
@@ -88,18 +120,18 @@ class _Block:
         """``[T, D] -> [T, D]``."""
         h_TD = h_TD + self._mix(rms_norm_shifted(h_TD, self._norm_in, self._eps), step)
         x_TD = rms_norm_shifted(h_TD, self._norm_mlp, self._eps)
-        return h_TD + step.linear(self._down, silu_gate(step.linear(self._gate_up, x_TD)))
+        return h_TD + self._feed_forward(x_TD, step)
 
     def _mix(self, x_TD: Tensor, step: Step) -> Tensor:
         raise NotImplementedError
 
 
 class AttentionLayer(_Block):
-    """Gated attention: queries bring a gate for their head's output. ``index`` counts attention layers."""
+    """Gated attention: queries bring a gate for their head's output."""
 
-    def __init__(self, config: Any, build: Builder, prefix: str, index: int) -> None:
-        super().__init__(config, build, prefix)
-        self._index = index
+    def __init__(self, config: Any, build: Builder, place: Place) -> None:
+        super().__init__(config, build, place)
+        prefix = place.prefix
         self._heads, self._groups = config.num_attention_heads, config.num_key_value_heads
         self._size = head_size_of(config)
         names = [f"{prefix}self_attn.{part}_proj" for part in "qkv"]
@@ -126,15 +158,14 @@ class AttentionLayer(_Block):
 
 
 class DeltaLayer(_Block):
-    """Gated delta net: short convolution, recurrent state, gated norm. ``index`` counts these layers."""
+    """Gated delta net: short convolution, recurrent state, gated norm."""
 
-    def __init__(self, config: Any, build: Builder, prefix: str, index: int) -> None:
-        super().__init__(config, build, prefix)
-        self._index = index
+    def __init__(self, config: Any, build: Builder, place: Place) -> None:
+        super().__init__(config, build, place)
         shape = self._shape = recurrent_shape(config)
         self._keys = config.linear_num_key_heads * shape.key_size
         self._values = shape.num_heads * shape.value_size
-        name = prefix + "linear_attn."
+        name = place.prefix + "linear_attn."
         sizes = [shape.conv_channels, self._values, shape.num_heads, shape.num_heads]
         self._in = build.linear("delta_in", [f"{name}in_proj_{p}" for p in ("qkv", "z", "b", "a")],
                                 config.hidden_size, sizes)  # fmt: skip
@@ -164,17 +195,23 @@ class DeltaLayer(_Block):
 
 def build(config: Any, build: Builder) -> DecoderParts:
     """The target's parts from a checkpoint."""
+    return assemble(config, build, FeedForward)
+
+
+def assemble(config: Any, build: Builder, feed_forward: MakeFeedForward) -> DecoderParts:
+    """The same with any feed-forward part in the layers and in the native head."""
     embedding, head = build.embedding_and_head(config)
     attention = LayerShape(num_groups=config.num_key_value_heads, head_size=head_size_of(config))
     layers: list[_Block] = []
     shapes: list[LayerShape | RecurrentShape] = []
     for index, kind in enumerate(config.layer_types):
-        prefix, before = f"model.layers.{index}.", config.layer_types[:index].count(kind)
+        before = config.layer_types[:index].count(kind)
+        place = Place(prefix=f"model.layers.{index}.", index=before, feed_forward=feed_forward)
         if kind == "full_attention":
-            layers.append(AttentionLayer(config, build, prefix, before))
+            layers.append(AttentionLayer(config, build, place))
             shapes.append(attention)
         else:
-            layers.append(DeltaLayer(config, build, prefix, before))
+            layers.append(DeltaLayer(config, build, place))
             shapes.append(recurrent_shape(config))
     norm, eps = build.gamma("model.norm.weight"), config.rms_norm_eps
     rotary = Qwen3_5TextRotaryEmbedding(config)
@@ -183,10 +220,12 @@ def build(config: Any, build: Builder) -> DecoderParts:
         probe = torch.empty(0, dtype=build.dtype)
         return {"full": rotary_table(partial(rotary, probe), num_positions, build.device)}
 
+    def make_layer(apart: Builder, prefix: str) -> AttentionLayer:
+        return AttentionLayer(config, apart, Place(prefix=prefix, index=0, feed_forward=feed_forward))
+
     head_parts = native_head(
-        config, build, make_layer=lambda apart, prefix: AttentionLayer(config, apart, prefix, 0),
-        shape=attention, embedding_VD=embedding, output=head,
-    )  # fmt: skip
+        config, build, make_layer=make_layer, shape=attention, embedding_VD=embedding, output=head
+    )
     return build.parts(
         config, embedding=embedding, head=head, layers=tuple(layers), shapes=tuple(shapes),
         final_norm=lambda h: rms_norm_shifted(h, norm, eps), make_rotary=make_rotary, native_head=head_parts,

@@ -25,8 +25,11 @@ from draftproof.probe import make_plan
 from draftproof.record import OpEvidence
 
 CPU, FP32 = torch.device("cpu"), torch.float32
-KINDS = {"qwen3_5_text": "qwen3_5_mtp", "glm4_moe": "glm4_moe_mtp"}
-PREFIXES = {"qwen3_5_text": "mtp.", "glm4_moe": "model.layers.3."}
+KINDS = {
+    "qwen3_5_text": "qwen3_5_mtp", "qwen3_5_moe_text": "qwen3_5_moe_mtp", "glm4_moe": "glm4_moe_mtp",
+}  # fmt: skip
+PREFIXES = {"qwen3_5_text": "mtp.", "qwen3_5_moe_text": "mtp.", "glm4_moe": "model.layers.3."}
+NUM_TENSORS = {"qwen3_5_text": 15, "qwen3_5_moe_text": 12 + 3 * 6 + 5, "glm4_moe": 17}
 STYLE = pytest.mark.parametrize("model_type", KINDS)
 
 
@@ -77,12 +80,15 @@ def test_the_table_has_a_row_for_every_architecture_with_a_head() -> None:
 @STYLE
 def test_every_tensor_of_a_row_is_loaded(tiny_folder: Callable[..., Path], model_type: str) -> None:
     folder = tiny_folder(KINDS[model_type], FP32)
-    assert len(names_of(folder, model_type)) == {"qwen3_5_text": 15, "glm4_moe": 17}[model_type]
+    assert len(names_of(folder, model_type)) == NUM_TENSORS[model_type]
     head = load(folder).parts.native_head
     assert isinstance(head, NativeHead)
     assert head.style is HEAD_STYLES[model_type]
-    assert head.nbytes == 4 * (2 * 64 * 64 + (2 if model_type == "qwen3_5_text" else 1) * 64 * 64
-                               + 2 * 32 * 64 + 64 * 64 + 3 * 160 * 64)  # fmt: skip
+    feed_forward = 3 * 160
+    if model_type == "qwen3_5_moe_text":
+        feed_forward = 3 * 48 + 2 * 3 * 24 + 6 + 1
+    queries = 64 if model_type == "glm4_moe" else 2 * 64
+    assert head.nbytes == 4 * 64 * (2 * 64 + queries + 2 * 32 + 64 + feed_forward)
 
 
 @STYLE
@@ -98,6 +104,10 @@ NEEDED = {
     "qwen3_5_text": [
         "fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "layers.0.self_attn.q_norm",
         "layers.0.self_attn.k_proj", "layers.0.mlp.down_proj", "layers.0.input_layernorm",
+    ],
+    "qwen3_5_moe_text": [
+        "fc", "layers.0.mlp.gate", "layers.0.mlp.shared_expert_gate", "layers.0.mlp.shared_expert.up_proj",
+        "layers.0.mlp.experts.3.up_proj", "layers.0.mlp.experts.0.gate_proj",
     ],
     "glm4_moe": [
         "eh_proj", "shared_head.norm", "enorm", "hnorm", "self_attn.q_norm", "self_attn.k_proj",
@@ -146,7 +156,9 @@ def test_an_integer_tensor_is_refused_by_name(
 
 
 @STYLE
-@pytest.mark.parametrize("extra", ["self_attn.q_proj.bias", "mlp.gate.weight", "second.weight"])
+@pytest.mark.parametrize(
+    "extra", ["self_attn.q_proj.bias", "mlp.experts.6.down_proj.weight", "second.weight"]
+)
 def test_an_extra_tensor_is_refused_by_name(edited: Callable[..., Path], model_type: str, extra: str) -> None:
     name = PREFIXES[model_type] + extra
     folder = edited(model_type, lambda tensors: tensors.update({name: torch.zeros(64)}))
