@@ -251,7 +251,8 @@ def test_a_slot_as_the_papers_formula_has_it(
         norm(head.embedding_VD[ids], weights["p.e.weight"], 1e-3), norm(hidden, weights["p.h.weight"], 1e-3)
     ]  # fmt: skip
     u = torch.cat(halves[::-1] if is_hidden_first else halves, -1) @ weights["p.j.weight"].T
-    joined = head.join(ids, hidden)
+    rows = SimpleNamespace(linear=lambda op, x_TK: op.rows(x_TK))
+    joined = head.join(ids, hidden, rows)
     assert torch.allclose(joined, u, rtol=0, atol=1e-5)  # a sum of 8 products of about 1
     out, read = head.finish(joined, None), norm(2 * joined, weights["p.f.weight"], 1e-3)
     assert torch.equal(out, read if is_normed_fed_back else 2 * joined)

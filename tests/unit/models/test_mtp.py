@@ -6,8 +6,8 @@ import copy
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -255,6 +255,6 @@ def test_the_halves_are_joined_in_the_order_of_the_style(found: Any, rows: tuple
     """The other order gives other rows: the style is read."""
     head, (ids, hidden) = found.target.parts.native_head, rows
     other = copy.copy(head)
-    other.style = SimpleNamespace(is_hidden_first=True)
+    other.style = replace(head.style, is_hidden_first=True)
     one, two = opened(found), HeadSession(other, 64, 16, found.target.tables(64))
     assert not torch.equal(one.prefill(ids, hidden), two.prefill(ids, hidden))
