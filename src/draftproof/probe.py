@@ -199,8 +199,8 @@ def probe_row_ops(
         "norm": ((hidden,), [rows(hidden)], lambda x: rms_norm(x, weight, 1e-6)),
         "norm_shifted": ((hidden,), [rows(hidden)], lambda x: rms_norm_shifted(x, gamma, 1e-6)),
         "rotary": ((4, head_size), [rows(4, head_size), cos, sin], rotate),
-        "silu_gate": ((inner,), [rows(2 * inner)], silu_gate),
-        "gelu_gate": ((inner,), [rows(2 * inner)], gelu_gate),
+        "silu_gate": ((inner,), [rows(2 * inner)], lambda x: silu_gate(*x.chunk(2, -1))),
+        "gelu_gate": ((inner,), [rows(2 * inner)], lambda x: gelu_gate(*x.chunk(2, -1))),
     }
     stock: dict[str, Callable[..., Tensor]] = {
         "norm": lambda x: rms_norm_reference(x, weight, 1e-6),

@@ -288,8 +288,14 @@ def test_row_evidence_agrees_with_brute_force(hidden: int, inner: int, size: int
             [draw(MAX_ROWS, hidden, dtype=dtype, seed=5)],
         ),
         "rotary": (probe.rotate, [draw(MAX_ROWS, 4, size, dtype=dtype, seed=6), cos, sin]),
-        "silu_gate": (probe.silu_gate, [draw(MAX_ROWS, 2 * inner, dtype=dtype, seed=7)]),
-        "gelu_gate": (probe.gelu_gate, [draw(MAX_ROWS, 2 * inner, dtype=dtype, seed=8)]),
+        "silu_gate": (
+            lambda x: probe.silu_gate(*x.chunk(2, -1)),
+            [draw(MAX_ROWS, 2 * inner, dtype=dtype, seed=7)],
+        ),
+        "gelu_gate": (
+            lambda x: probe.gelu_gate(*x.chunk(2, -1)),
+            [draw(MAX_ROWS, 2 * inner, dtype=dtype, seed=8)],
+        ),
     }
     for op, (function, inputs) in functions.items():
         assert found[op].is_exact == (found[op].max_rows == MAX_ROWS)

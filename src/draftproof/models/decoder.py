@@ -35,6 +35,7 @@ class RotaryRows:
 
 
 Gates = tuple[Tensor, Tensor]
+Gated = Callable[[Tensor, Tensor], Tensor]
 
 
 class Step(Protocol):
@@ -46,6 +47,9 @@ class Step(Protocol):
 
     def linear(self, op: RowLinear, x_TK: Tensor) -> Tensor:
         """``[T, K] -> [T, N]``."""
+
+    def activate(self, gated: Gated, gate_up_TN: Tensor) -> Tensor:
+        """A gated activation over fused rows, ``[T, 2 I] -> [T, I]``."""
 
     def attend(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, scale: float) -> Tensor:
         """Store keys and values, attend: ``[T, H * K]``."""
@@ -131,6 +135,10 @@ class RowsStep:
         """As ``Step`` says."""
         return op.rows(x_TK)
 
+    def activate(self, gated: Gated, gate_up_TN: Tensor) -> Tensor:
+        """As ``Step`` says."""
+        return gated(*gate_up_TN.chunk(2, -1))
+
     def rotary(self, kind: str) -> RotaryRows:
         """As ``Step`` says."""
         return self._rotary[kind]
@@ -182,6 +190,11 @@ class PromptStep:
     def linear(self, op: RowLinear, x_TK: Tensor) -> Tensor:
         """As ``Step`` says."""
         return op.prompt(x_TK)
+
+    def activate(self, gated: Gated, gate_up_TN: Tensor) -> Tensor:
+        """As ``Step`` says; the gate is made contiguous, as vectors of a strided one begin anew each row."""
+        gate_TI, up_TI = gate_up_TN.chunk(2, -1)
+        return gated(gate_TI.contiguous(), up_TI)
 
     def rotary(self, kind: str) -> RotaryRows:
         """As ``Step`` says."""

@@ -68,7 +68,7 @@ class Gemma3Layer:
         mixed = step.attend(self._index, q_THK, k_TGK, qkv[:, heads + groups :], self._scale)
         h_TD = h_TD + rms_norm_shifted(step.linear(self._out, mixed), self._norm_attended, eps)
         x_TD = rms_norm_shifted(h_TD, self._norm_mlp, eps)
-        x_TD = step.linear(self._down, gelu_gate(step.linear(self._gate_up, x_TD)))
+        x_TD = step.linear(self._down, step.activate(gelu_gate, step.linear(self._gate_up, x_TD)))
         return h_TD + rms_norm_shifted(x_TD, self._norm_out, eps)
 
 

@@ -67,7 +67,7 @@ class Glm4MoeLayer:
         x_TD = rms_norm(h_TD, self._norm_in, self._eps)
         h_TD = h_TD + step.linear(self._out, self._attend(x_TD, step))
         x_TD = rms_norm(h_TD, self._norm_mlp, self._eps)
-        return h_TD + step.linear(self._down, silu_gate(step.linear(self._gate_up, x_TD)))
+        return h_TD + step.linear(self._down, step.activate(silu_gate, step.linear(self._gate_up, x_TD)))
 
     def _attend(self, x_TD: Tensor, step: Step) -> Tensor:
         heads, groups = self._heads, self._groups

@@ -55,7 +55,7 @@ class LlamaLayer:
         mixed = step.attend(self._index, q_THK, k_TGK, qkv[:, self._heads + self._groups :], self._scale)
         h_TD = h_TD + step.linear(self._out, mixed)
         x_TD = rms_norm(h_TD, self._norm_mlp, self._eps)
-        return h_TD + step.linear(self._down, silu_gate(step.linear(self._gate_up, x_TD)))
+        return h_TD + step.linear(self._down, step.activate(silu_gate, step.linear(self._gate_up, x_TD)))
 
 
 def build(config: Any, build: Builder) -> DecoderParts:

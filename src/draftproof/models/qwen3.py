@@ -60,7 +60,7 @@ class Qwen3Layer:
         mixed = step.attend(self._index, q_THK, k_TGK, qkv[:, heads + groups :], self._scale)
         h_TD = h_TD + step.linear(self._out, mixed)
         x_TD = rms_norm(h_TD, self._norm_mlp, eps)
-        return h_TD + step.linear(self._down, silu_gate(step.linear(self._gate_up, x_TD)))
+        return h_TD + step.linear(self._down, step.activate(silu_gate, step.linear(self._gate_up, x_TD)))
 
 
 def build(config: Any, build: Builder) -> DecoderParts:

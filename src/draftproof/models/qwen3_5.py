@@ -90,7 +90,7 @@ class FeedForward:
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         """Down of the gated up."""
-        return step.linear(self._down, silu_gate(step.linear(self._gate_up, x_TD)))
+        return step.linear(self._down, step.activate(silu_gate, step.linear(self._gate_up, x_TD)))
 
 
 # From configuration, builder and prefix.

@@ -49,7 +49,7 @@ class SparseFeedForward:
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         """As stock's block, with the shared expert's linears first."""
-        shared_TD = step.linear(self._down, silu_gate(step.linear(self._gate_up, x_TD)))
+        shared_TD = step.linear(self._down, step.activate(silu_gate, step.linear(self._gate_up, x_TD)))
         return step.mix(self._experts, x_TD, step.linear(self._router, x_TD), shared_TD)
 
 

@@ -25,6 +25,14 @@ def found(request: pytest.FixtureRequest, pair: Callable[..., Any]) -> Any:
     return pair(request.param, BF16)
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text", "glm4_moe", "qwen3_5_text"])
+@pytest.mark.parametrize("inner", [36, 161])
+def test_a_width_that_is_no_multiple_of_a_vector(kind: str, inner: int, pair: Callable[..., Any]) -> None:
+    """Stock's activations run over contiguous rows, ours over halves of fused ones."""
+    odd = pair(kind, torch.float32, "bitwise", intermediate_size=inner)
+    assert {n: odd.differences(n, rows) for n, rows in ((1, 4), (5, 1), (33, 4))} == {1: [], 5: [], 33: []}
+
+
 def one_by_one(session: DecoderSession, tokens: list[int]) -> Tensor:
     rows = []
     for token in tokens:

@@ -29,13 +29,16 @@ def draw(num_rows: int, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 @DTYPES
 @pytest.mark.parametrize("inner", [1, 7, 64, 77, 160, 1536])
 def test_one_row_is_stocks(
-    function: Callable[[Tensor], Tensor], stock: Callable[[Tensor], Tensor], dtype: torch.dtype, inner: int
+    function: Callable[[Tensor, Tensor], Tensor],
+    stock: Callable[[Tensor], Tensor],
+    dtype: torch.dtype,
+    inner: int,
 ) -> None:
     gate, up = draw(1, inner, dtype)
     want = stock(gate) * up
     fused = torch.cat([gate, up], -1)
     given = fused.clone()
-    got = function(fused)
+    got = function(*fused.chunk(2, -1))
     assert got.dtype == want.dtype
     assert torch.equal(got, want)
     assert torch.equal(fused, given)
@@ -45,7 +48,7 @@ def test_one_row_is_stocks(
 @DTYPES
 @pytest.mark.parametrize("num_rows", [2, 5, 32])
 def test_rows_of_whole_vectors_are_stocks_row_by_row(
-    function: Callable[[Tensor], Tensor],
+    function: Callable[[Tensor, Tensor], Tensor],
     stock: Callable[[Tensor], Tensor],
     dtype: torch.dtype,
     num_rows: int,
@@ -53,11 +56,11 @@ def test_rows_of_whole_vectors_are_stocks_row_by_row(
     """256 columns are whole vectors everywhere; for other widths the probe decides."""
     gate, up = draw(num_rows, 256, dtype)
     want = torch.cat([stock(gate[t : t + 1]) * up[t : t + 1] for t in range(num_rows)])
-    assert torch.equal(function(torch.cat([gate, up], -1)), want)
+    assert torch.equal(function(*torch.cat([gate, up], -1).chunk(2, -1)), want)
 
 
 def test_gate_and_up_are_not_mixed_up() -> None:
-    fused = torch.tensor([[0.0, 1.0, 5.0, 7.0]])
-    assert silu_gate(fused).tolist() == [[0.0, pytest.approx(7 / (1 + 2.718281828**-1))]]
+    halves = torch.tensor([[0.0, 1.0, 5.0, 7.0]]).chunk(2, -1)
+    assert silu_gate(*halves).tolist() == [[0.0, pytest.approx(7 / (1 + 2.718281828**-1))]]
     # 0.5 * (1 + tanh(sqrt(2 / pi) * 1.044715)) at 1; the exact gelu differs in the fourth place.
-    assert gelu_gate(fused).tolist() == [[0.0, pytest.approx(7 * 0.8411919906, rel=1e-6)]]
+    assert gelu_gate(*halves).tolist() == [[0.0, pytest.approx(7 * 0.8411919906, rel=1e-6)]]
