@@ -31,8 +31,8 @@ class WeightSource(Protocol):
     def peek(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The same, without counting as handed out."""
 
-    def same(self, name: str, other: str, shape: tuple[int, ...]) -> bool:
-        """Whether both hold the same numbers, without counting as handed out."""
+    def repeats(self, name: str, original: Tensor) -> bool:
+        """Whether the tensor ``name`` holds the numbers of ``original``, without counting as handed out."""
 
     def forget(self, name: str) -> None:
         """Mark as deliberately unused."""
@@ -162,9 +162,9 @@ class Builder:
         """Leave out a tensor that repeats ``original``, if there is one; refuse one that differs."""
         if name not in self._source:
             return
-        have = original()
-        if not torch.equal(self._source.take(name, tuple(have.shape)), have):
+        if not self._source.repeats(name, original()):
             raise ModelFileError(f"{name} differs from the target's own, which it should repeat")
+        self._source.forget(name)
 
     def embedding_and_head(self, config: Any) -> tuple[Tensor, RowLinear]:
         """The embedding ``[V, D]`` and the output layer, tied or not."""
@@ -174,7 +174,7 @@ class Builder:
             head = self.linear("head", ["lm_head"], self._hidden, [config.vocab_size])
             return self._source.take(name, shape), head
         dense = self._source.peek(name, shape)
-        if "lm_head.weight" in self._source and not self._source.same(name, "lm_head.weight", shape):
+        if "lm_head.weight" in self._source and not self._source.repeats("lm_head.weight", dense):
             raise ModelFileError("tied embeddings, but the checkpoint holds another output layer")
         self._source.forget("lm_head.weight")
         head = self._row_linear("head", [dense])

@@ -24,7 +24,7 @@ from draftproof.models.build import Builder
 from draftproof.models.decoder import DecoderParts
 from draftproof.models.header import Described, Stored, describe
 from draftproof.models.load import ARCHITECTURES, DTYPES, read_config, refusal
-from draftproof.models.mtp import QWEN3_5, NativeHead
+from draftproof.models.mtp import HEAD_STYLES, NativeHead
 from draftproof.models.sizes import Sizes
 from draftproof.models.weights import FLOATS, asked_name, misfit
 from draftproof.ops.gated_delta import FORMS
@@ -32,9 +32,10 @@ from draftproof.record import OpEvidence, Plan
 
 Kind = Literal["missing", "unfit", "left over", "unsupported"]
 _NUM_NAMED = 3
-# The first that a name contains decides; the head's layers are named like the target's.
+_EXPERTS = ".mlp.experts."
+# The first that a name contains decides.
 _PART_OF = {
-    QWEN3_5.prefix: sizes.HEAD, ".self_attn.": sizes.ATTENTION, ".linear_attn.": sizes.DELTA,
+    ".self_attn.": sizes.ATTENTION, ".linear_attn.": sizes.DELTA, _EXPERTS: sizes.EXPERTS,
     ".mlp.": sizes.MLPS, "norm": sizes.NORMS, "embed_tokens": sizes.EMBEDDING, "lm_head": sizes.OUTPUT,
 }  # fmt: skip
 
@@ -127,13 +128,13 @@ class MetaWeights:
         """A meta tensor of ``shape``, without counting as taken."""
         return torch.empty(shape, dtype=self._dtype, device="meta")
 
-    def same(self, name: str, other: str, shape: tuple[int, ...]) -> bool:
-        """Whether ``other`` can be equal to ``name``: numbers are compared only when they are read."""
-        stored = self._left[other]
-        why = misfit(other, stored.shape or shape, stored.dtype or FLOATS[0], shape)
+    def repeats(self, name: str, original: Tensor) -> bool:
+        """Whether ``name`` can repeat ``original``: numbers are compared only when they are read."""
+        stored, shape = self._left[name], tuple(original.shape)
+        why = misfit(name, stored.shape or shape, stored.dtype or FLOATS[0], shape)
         if why is not None:
-            self._note("unfit", other, why)
-        self.compared.append(other)
+            self._note("unfit", name, why)
+        self.compared.append(name)
         return True
 
     def forget(self, name: str) -> None:
@@ -216,8 +217,12 @@ def _build(config: Any, source: MetaWeights, dtype: torch.dtype) -> DecoderParts
 
 def _sizes(config: Any, parts: DecoderParts, taken: Mapping[str, tuple[int, ...]]) -> Sizes:
     num_params = dict.fromkeys(sizes.PARTS, 0)
+    style = HEAD_STYLES.get(config.model_type)
+    of_head = style.prefix_in(config) if style is not None else None
     for name, shape in taken.items():
         part = next((part for mark, part in _PART_OF.items() if mark in name), sizes.OTHER)
+        if of_head is not None and name.startswith(of_head):  # named like the target's layers
+            part = sizes.HEAD_EXPERTS if part == sizes.EXPERTS else sizes.HEAD
         num_params[part] += prod(shape)
     head = parts.native_head
     return Sizes(
@@ -225,6 +230,7 @@ def _sizes(config: Any, parts: DecoderParts, taken: Mapping[str, tuple[int, ...]
         vocab_size=parts.vocab_size, hidden=config.hidden_size, itemsize=parts.dtype.itemsize,
         is_tied=bool(config.tie_word_embeddings), attention=tuple(parts.attention_shapes),
         recurrent=tuple(parts.recurrent_shapes), head=head.shape if isinstance(head, NativeHead) else None,
+        expert_share=config.num_experts_per_tok / config.num_experts if num_params[sizes.EXPERTS] else 1.0,
     )  # fmt: skip
 
 
@@ -243,7 +249,7 @@ def _notes(
         size = "" if described.absent else f", {_sum_bytes(others) / 1e9:.2f} GB"
         notes.append(f"not the text model's, and never read: {len(others)} tensors{size}")
     if source.compared:
-        notes.append(f"compared with the tied embedding only when read: {', '.join(source.compared)}")
+        notes.append(f"compared with the target's own only when read: {', '.join(source.compared)}")
     if getattr(config, "mtp_num_hidden_layers", 0) and not has_head:
         notes.append("the configuration names a native head, the checkpoint holds none of its tensors")
     return notes

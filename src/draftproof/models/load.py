@@ -217,9 +217,9 @@ class ModuleWeights:
         self._tensors[name] = tensor
         return tensor
 
-    def same(self, name: str, other: str, shape: tuple[int, ...]) -> bool:
-        """Whether both hold the same numbers."""
-        return torch.equal(self.peek(name, shape), self.peek(other, shape))
+    def repeats(self, name: str, original: torch.Tensor) -> bool:
+        """Whether ``name`` holds the numbers of ``original``."""
+        return torch.equal(self.peek(name, tuple(original.shape)), original)
 
     def forget(self, name: str) -> None:
         """Drop a tied copy."""

@@ -1,8 +1,8 @@
 """Bytes a decode of one sequence moves, from shapes alone: weights, keys and values, recurrent state.
 
 Arithmetic of a machine that is bound by memory: a pass reads every weight once, however many rows it has, and
-each row reads keys, values and convolution windows and reads and writes the recurrent state. It knows
-nothing of caches, kernels or launch times.
+each row reads keys, values, convolution windows and the experts it is sent to, and reads and writes the
+recurrent state. It knows nothing of caches, kernels or launch times.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from draftproof.cache import LayerShape
 from draftproof.recurrent import RecurrentShape
 
 EMBEDDING, ATTENTION, DELTA, MLPS = "embedding", "attention layers", "linear-attention layers", "MLPs"
+EXPERTS, HEAD_EXPERTS = "experts", "native head's experts"
 NORMS, OUTPUT, HEAD, OTHER = "norms", "output layer", "native head", "other"
 KEYS, STATE = "keys and values", "recurrent state"
-PARTS = (EMBEDDING, ATTENTION, DELTA, MLPS, NORMS, OUTPUT, HEAD, OTHER)
+PARTS = (EMBEDDING, ATTENTION, DELTA, MLPS, EXPERTS, NORMS, OUTPUT, HEAD, HEAD_EXPERTS, OTHER)
+_OF_HEAD = (HEAD, HEAD_EXPERTS)
 _STATE_ITEMSIZE = 4  # fp32 whatever the weights are, as stock keeps it
 
 
@@ -23,7 +25,8 @@ _STATE_ITEMSIZE = 4  # fp32 whatever the weights are, as stock keeps it
 class Sizes:
     """Parameters by part and the shapes of what a decode keeps, at ``itemsize`` bytes a number.
 
-    A tied output layer has no parameters of its own; the target reads the embedding as one.
+    A tied output layer has no parameters of its own; the target reads the embedding as one. A row is sent to
+    ``expert_share`` of a layer's experts.
     """
 
     num_params: dict[str, int]
@@ -34,11 +37,12 @@ class Sizes:
     attention: tuple[LayerShape, ...]
     recurrent: tuple[RecurrentShape, ...] = ()
     head: LayerShape | None = None
+    expert_share: float = 1.0
 
     @property
     def num_target_params(self) -> int:
         """Of the text model, the native head not counted."""
-        return sum(count for part, count in self.num_params.items() if part != HEAD)
+        return sum(count for part, count in self.num_params.items() if part not in _OF_HEAD)
 
     @property
     def state_bytes(self) -> int:
@@ -62,7 +66,7 @@ class Sizes:
 
     def token_bytes(self, context: int) -> dict[str, int]:
         """What one decoded token reads (state: and writes) at ``context`` positions, by part."""
-        read = {part: count * self.itemsize for part, count in self.num_params.items() if part != HEAD}
+        read = {part: self._weights(part) for part in self.num_params if part not in _OF_HEAD}
         read[EMBEDDING] = self._row
         read[OUTPUT] = self.vocab_size * self._row
         read[KEYS] = sum(self._keys(shape, context) for shape in self.attention)
@@ -70,15 +74,20 @@ class Sizes:
         return {part: read[part] for part in (*PARTS, KEYS, STATE) if read.get(part)}
 
     def row_bytes(self, context: int) -> int:
-        """What every further row of a verification adds: all but the weights."""
+        """What every further row of a verification adds: all but the weights every row shares."""
         token = self.token_bytes(context)
-        return sum(token.get(part, 0) for part in (EMBEDDING, KEYS, STATE))
+        return sum(token.get(part, 0) for part in (EMBEDDING, EXPERTS, KEYS, STATE))
 
     def draft_bytes(self, context: int, num_outputs: int) -> int:
         """What one step of the native head reads, with ``num_outputs`` rows of the output layer."""
         keys = 0 if self.head is None else self._keys(self.head, context)
-        weights = self.num_params.get(HEAD, 0) * self.itemsize
+        weights = self._weights(HEAD) + self._weights(HEAD_EXPERTS)
         return weights + self._row + min(num_outputs, self.vocab_size) * self._row + keys
+
+    def _weights(self, part: str) -> int:
+        """Bytes one row reads of a part's weights."""
+        share = self.expert_share if part in (EXPERTS, HEAD_EXPERTS) else 1.0
+        return round(self.num_params.get(part, 0) * share) * self.itemsize
 
     @property
     def _row(self) -> int:

@@ -88,9 +88,9 @@ class Weights:
             raise ModelFileError(why)
         return tensor.to(device=self._device, dtype=self._dtype)
 
-    def same(self, name: str, other: str, shape: tuple[int, ...]) -> bool:
-        """Whether both tensors hold the same numbers; neither counts as used."""
-        return torch.equal(self.peek(name, shape), self.peek(other, shape))
+    def repeats(self, name: str, original: Tensor) -> bool:
+        """Whether the tensor ``name`` holds the numbers of ``original``, without counting as used."""
+        return torch.equal(self.peek(name, tuple(original.shape)), original)
 
 
 def misfit(name: str, found: tuple[int, ...], dtype: str, shape: tuple[int, ...]) -> str | None:

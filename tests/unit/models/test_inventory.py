@@ -13,7 +13,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+)
 
 from draftproof.errors import ArchitectureError, ModelError, ModelFileError
 from draftproof.models import sizes
@@ -261,7 +267,7 @@ def test_a_stored_copy_of_a_tied_layer(
     save_file(tensors | {"lm_head.weight": torch.ones(shape)}, folder / "model.safetensors")
     found = take_inventory(folder)
     assert [(p.kind, p.name) for p in found.problems] == ([] if fits else [("unfit", "lm_head.weight")])
-    assert "compared with the tied embedding only when read: lm_head.weight" in found.notes
+    assert "compared with the target's own only when read: lm_head.weight" in found.notes
     assert found.sizes is not None
     assert sizes.OUTPUT not in found.sizes.num_params
 
@@ -387,3 +393,59 @@ def test_the_4b_has_the_bytes_of_the_published_index(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(whole | {"tie_word_embeddings": True}))
     save_header(tmp_path / "model.safetensors", real_tensors(config, stock))
     assert take_inventory(tmp_path).stored_bytes == 9_319_737_856 - 2 * 333_514_240
+
+
+def test_a_row_reads_the_experts_it_is_sent_to(copied: Callable[..., Path]) -> None:
+    found = take_inventory(copied("qwen3_5_moe_mtp"))
+    found.refuse_problems()
+    config, held = read_config(found.folder), found.sizes
+    assert held is not None
+    share = config.num_experts_per_tok / config.num_experts
+    assert share < 1
+    one = 3 * config.hidden_size * config.moe_intermediate_size
+    per_layer = one * config.num_experts
+    assert held.num_params[sizes.EXPERTS] == per_layer * config.num_hidden_layers
+    assert held.num_params[sizes.HEAD_EXPERTS] == per_layer
+    read = one * config.num_experts_per_tok * held.itemsize
+    assert held.token_bytes(0)[sizes.EXPERTS] == read * config.num_hidden_layers
+    assert held.row_bytes(0) >= held.token_bytes(0)[sizes.EXPERTS], "every row has experts of its own"
+    rest = held.num_params[sizes.HEAD] * held.itemsize + 2 * config.hidden_size * held.itemsize
+    assert held.draft_bytes(0, 1) == rest + read
+
+
+def test_a_head_behind_the_last_layer_is_no_layer_of_the_target(copied: Callable[..., Path]) -> None:
+    found = take_inventory(copied("glm4_moe_mtp"))
+    found.refuse_problems()
+    assert found.has_head
+    module = AutoModelForCausalLM.from_pretrained(found.folder)
+    assert summed(found) == sum(p.numel() for p in module.parameters())
+    assert found.sizes is not None
+    assert found.sizes.num_params[sizes.HEAD] > 0
+
+
+def test_the_released_35b_with_experts(tmp_path: Path) -> None:
+    """34.661B parameters, 2.946B of them active with the output layer; the head's 844.6M, 64.5M (1.2)."""
+    config = real_config("9B") | {
+        "model_type": "qwen3_5_moe_text", "num_hidden_layers": 40, "hidden_size": 2048,
+        "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    }  # fmt: skip
+    with torch.device("meta"):
+        stock = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**config))
+    text = {name: tuple(p.shape) for name, p in stock.named_parameters()}
+    like = "model.layers.3."
+    head = {f"mtp.layers.0.{n.removeprefix(like)}": s for n, s in text.items() if n.startswith(like)}
+    norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    head |= {f"mtp.{norm}.weight": (2048,) for norm in norms} | {"mtp.fc.weight": (2048, 4096)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_header(tmp_path / "model.safetensors", text | head)
+    found = take_inventory(tmp_path)
+    found.refuse_problems()
+    held = found.sizes
+    assert held is not None
+    assert summed(found) == sum(p.numel() for p in stock.parameters())
+    assert round(summed(found) / 1e9, 3) == 34.661
+    active = sum(held.token_bytes(0).values()) - held.token_bytes(0)[sizes.STATE]
+    assert round(active / 2 / 1e9, 3) == 2.946
+    assert round((held.num_params[sizes.HEAD] + held.num_params[sizes.HEAD_EXPERTS]) / 1e6, 1) == 844.6
+    assert round((held.draft_bytes(0, 0) / 2 - 2048) / 1e6, 1) == 64.5
