@@ -281,6 +281,11 @@ def rollback(bench: Bench, num_new: int) -> int:
     return int(median >= 0.03)  # noqa: PLR2004 - the issue's bound
 
 
+def held_out(engine: engines.Engine, row: dict[str, str]) -> list[int]:
+    """A held-out request and what the default model answered, as ids."""
+    return [*engine.encode(row["prompt"]), *engine.encode(row["continuation"], raw=True)]
+
+
 def main() -> int:
     """Run one of the three."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -292,7 +297,7 @@ def main() -> int:
     options = parser.parse_args()
     engine = engines.load(str(options.model), dtype=options.dtype)
     lines = (options.model / "held_out.jsonl").read_text().splitlines()[: options.texts]
-    texts = [engine.encode(json.loads(line)["text"], raw=True) for line in lines]
+    texts = [held_out(engine, json.loads(line)) for line in lines]
     stock = StockModel(engine.folder, DTYPES[options.dtype], torch.device("cpu"))
     run = {"tokens": tokens, "acceptance": acceptance, "rollback": rollback}[options.what]
     return run(Bench(engine, stock, texts), options.new_tokens)

@@ -25,6 +25,7 @@ from draftproof.models.decoder import DecoderTarget
 from draftproof.models.generic import GenericTarget
 from draftproof.models.load import (
     DTYPES,
+    attach_head,
     load_decoder,
     load_generic,
     load_tokenizer,
@@ -51,6 +52,7 @@ def load(
     dtype: str = "bfloat16",
     device: str = "cpu",
     claim: ClaimRequest = "auto",
+    head: str | None = None,
     threads: int | None = None,
     refresh: bool = False,
     progress: Progress | None = None,
@@ -64,6 +66,7 @@ def load(
         dtype: ``bfloat16``, ``float16`` or ``float32``, of weights and activations.
         device: a torch device.
         claim: ``auto``, ``bitwise``, ``guarded`` or ``fixed`` (see ``docs/exactness.md``).
+        head: folder of a trained head, for drafters ``mtp`` and ``auto``; replaces the checkpoint's own.
         threads: torch threads; both arms of a comparison must use the same number.
         refresh: probe and measure again.
         progress: called with (stage, done, total) during long steps.
@@ -86,6 +89,8 @@ def load(
     store = PlanStore(place, RealClock(), refresh=refresh)
     request = PlanRequest(claim=claim, dtype=DTYPES[dtype], device=place)
     target, plan = _target(folder, config, store, request, progress)
+    if head is not None:
+        target = _with_head(target, head, plan)
     curve = store.curve(target, plan_key(identity(folder), plan), progress)
     return Engine(
         target, plan, curve, rule_factory=RuleFactory(folder, place), folder=folder, name=name_or_path,
@@ -145,6 +150,15 @@ def _target(
     if plan.claim == "guarded":
         plan = replace(plan, margin_bound=store.margin(target, plan_key(identity(folder), plan)))
     return target, plan
+
+
+def _with_head(target: Target, head: str, plan: Plan) -> Target:
+    if not isinstance(target, DecoderTarget):
+        raise DrafterError(f"a head needs a row-exact target; {target.name!r} runs through transformers")
+    folder = Path(head).expanduser()
+    if not folder.is_dir():
+        raise DrafterError(f"no head folder {head!r}")
+    return attach_head(target, folder, plan)
 
 
 def _as_tuple(ids: Sequence[int] | None) -> tuple[int, ...] | None:

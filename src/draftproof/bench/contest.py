@@ -65,7 +65,7 @@ def _bench_recipe(evidence: Evidence) -> Recipe:
     candidate = Candidate(
         drafter=request["drafter"], depth=request["depth"], claim=request["claim"],
         draft_model=request["draft_model"], exit_layer=request["exit_layer"],
-        shortlist=request.get("shortlist"),
+        head=request.get("head"), shortlist=request.get("shortlist"),
     )  # fmt: skip
     options = {name: request[name] for name in _SHARED}
     return Recipe(candidate=candidate, settings=EvaluateSettings(options=options, threads=request["threads"]))

@@ -26,6 +26,7 @@ from draftproof.bench.workloads.base import Inputs, Workload
 from draftproof.bench.workloads.build import build_workload
 from draftproof.clock import RealClock
 from draftproof.drafters.build import DRAFTERS
+from draftproof.drafters.shortlist import check_head
 from draftproof.errors import OptionError, UsageError
 from draftproof.folder import SERIAL, STOCK, Evidence, write_run
 from draftproof.models.load import load_tokenizer, resolve
@@ -51,6 +52,7 @@ class Candidate:
     claim: str = "auto"
     draft_model: str | None = None
     exit_layer: int | None = None
+    head: str | None = None
     shortlist: str | None = None
 
     def __post_init__(self) -> None:
@@ -58,6 +60,8 @@ class Candidate:
             raise OptionError("give either a file with apply(workload) or a drafter")
         if self.drafter is not None and self.drafter not in (*DRAFTERS, "none"):
             raise OptionError(f"unknown drafter {self.drafter!r}; known: none, {', '.join(DRAFTERS)}")
+
+        check_head(self.head, self.drafter or "")
 
     @property
     def arm(self) -> str:
@@ -226,7 +230,7 @@ def judged_line(candidate: Candidate, base: dict[str, Any], source: bytes | None
         **base, "kind": "engine", "model": options["model"], "dtype": options.get("dtype", "bfloat16"),
         "stop": options.get("stop", "fixed"), "drafter": candidate.drafter, "depth": candidate.depth,
         "claim": candidate.claim, "draft_model": candidate.draft_model, "exit_layer": candidate.exit_layer,
-        "shortlist": candidate.shortlist,
+        "head": candidate.head, "shortlist": candidate.shortlist,
     }  # fmt: skip
 
 

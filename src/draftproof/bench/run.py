@@ -21,6 +21,7 @@ from draftproof.bench.prompts import BenchInput, build_prompt, diverse_inputs, r
 from draftproof.bench.provenance import provenance
 from draftproof.bench.station import Station, StationSettings
 from draftproof.clock import RealClock
+from draftproof.drafters.shortlist import check_head
 from draftproof.engine import Engine
 from draftproof.errors import EvidenceError, OptionError, PromptError, UsageError
 from draftproof.folder import (
@@ -68,11 +69,13 @@ class BenchSettings:
     threads: int | None = None
     draft_model: str | None = None
     exit_layer: int | None = None
+    head: str | None = None
     shortlist: str | None = None
 
     def __post_init__(self) -> None:
         if self.pairs < 1:
             raise OptionError(f"pairs must be 1 or more, got {self.pairs}")
+        check_head(self.head, self.drafter)
         if self.max_new_tokens < 1:
             raise OptionError(f"max_new_tokens must be 1 or more, got {self.max_new_tokens}")
         if self.drafter == "none":
@@ -155,7 +158,7 @@ def run_bench(
     base = {
         "folder": str(model), "dtype": settings.dtype, "device": settings.device, "claim": settings.claim,
         "threads": settings.threads, "draft_model": settings.draft_model, "exit_layer": settings.exit_layer,
-        "shortlist": settings.shortlist,
+        "head": settings.head, "shortlist": settings.shortlist,
     }  # fmt: skip
     run = _Run(evidence, folder, tokenizer)
     if not todo:

@@ -70,7 +70,7 @@ def open_engine(settings: Request) -> tuple[Any, Callable[..., Counted]]:
     from draftproof.drafters.shortlist import read_shortlist
 
     load = {key: settings[key] for key in ("dtype", "device", "claim")}
-    engine = engines.load(settings["folder"], **load)
+    engine = engines.load(settings["folder"], head=settings.get("head"), **load)
     draft_model = None
     if settings["draft_model"] is not None:
         draft_model = engines.load_target(

@@ -26,6 +26,9 @@ DrafterName = Annotated[str, typer.Option(help="auto, lookup, suffix, draft_mode
 Depth = Annotated[str, typer.Option(help="Tokens verified a round, or auto.")]
 DraftModel = Annotated[str | None, typer.Option(help="Model to draft with (same vocabulary).")]
 ExitLayer = Annotated[int | None, typer.Option(help="Layers the early exit runs.")]
+HeadFolder = Annotated[
+    str | None, typer.Option("--head", help="Folder of a trained head, for drafters mtp and auto.")
+]
 Shortlist = Annotated[
     Path | None, typer.Option(help="File of ids, JSON or one a line: all the native head may draft.")
 ]
@@ -66,6 +69,7 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
     draft_model: DraftModel = None,
     exit_layer: ExitLayer = None,
+    head: HeadFolder = None,
     shortlist: Shortlist = None,
     dtype: Dtype = "bfloat16",
     device: Device = "cpu",
@@ -84,7 +88,10 @@ def generate(
         "min_new_tokens": min_new_tokens, "stop_strings": stop or None,
         "repetition_penalty": repetition_penalty, "no_repeat_ngram_size": no_repeat_ngram_size,
     }  # fmt: skip
-    load = {"name_or_path": model, "dtype": dtype, "device": device, "claim": claim, "threads": threads}
+    load = {
+        "name_or_path": model, "dtype": dtype, "device": device, "claim": claim, "head": head,
+        "threads": threads,
+    }  # fmt: skip
     request = {
         "drafter": drafter, "depth": depth, "max_new_tokens": max_new_tokens, "raw": raw,
         "exit_layer": exit_layer, "shortlist": shortlist,
@@ -144,6 +151,7 @@ def bench(
     chat: Annotated[bool | None, typer.Option("--chat/--raw", help="Chat template; default: if any.")] = None,
     draft_model: DraftModel = None,
     exit_layer: ExitLayer = None,
+    head: HeadFolder = None,
     shortlist: Shortlist = None,
     dtype: Dtype = "bfloat16",
     device: Device = "cpu",
@@ -164,7 +172,7 @@ def bench(
         "pairs": pairs, "max_new_tokens": max_new_tokens, "prompt_len": prompt_len, "stop": stop,
         "chat": chat, "dtype": dtype, "device": device, "claim": claim, "threads": threads,
         "draft_model": draft_model, "exit_layer": exit_layer,
-        "shortlist": None if shortlist is None else str(shortlist),
+        "head": head, "shortlist": None if shortlist is None else str(shortlist),
     }  # fmt: skip
     wishes = command.Wishes(
         out=out, resume=resume, audit=audit, ray=ray, ledger=ledger, json_output=json_output
@@ -180,6 +188,7 @@ def evaluate(
     claim: Claim = "auto",
     draft_model: DraftModel = None,
     exit_layer: ExitLayer = None,
+    head: HeadFolder = None,
     shortlist: Shortlist = None,
     workload: Annotated[str, typer.Option(help="llm or tts.")] = "llm",
     model: Model = DEFAULT,
@@ -204,7 +213,7 @@ def evaluate(
     candidate = {
         "transform": transform, "drafter": drafter, "depth": depth, "claim": claim,
         "draft_model": draft_model, "exit_layer": exit_layer,
-        "shortlist": None if shortlist is None else str(shortlist),
+        "head": head, "shortlist": None if shortlist is None else str(shortlist),
     }  # fmt: skip
     settings = {
         "workload": workload, "options": {"model": model, **command.parse_options(option or [])},

@@ -23,10 +23,11 @@ def run(
     prompt = read_prompt(argument)
     request["depth"] = parse_depth(request["depth"])
     from draftproof import engine as engines
-    from draftproof.drafters.shortlist import read_shortlist
+    from draftproof.drafters.shortlist import check_head, read_shortlist
 
     if request.get("shortlist") is not None:
         request["shortlist"] = read_shortlist(request["shortlist"])
+    check_head(load["head"], request["drafter"])
     quiet_transformers()
     with progress_line() as report:
         engine = engines.load(**load, progress=report)

@@ -16,8 +16,20 @@ from draftproof.errors import ModelFileError
 from draftproof.models.decoder import DecoderParts
 from draftproof.ops.experts import Experts
 from draftproof.ops.gated_delta import FORMS, DeltaForms
-from draftproof.ops.linear import LinearSpec, RowLinear, build_form
+from draftproof.ops.linear import LinearSpec, PlainLinear, RowLinear, build_form
 from draftproof.record import Plan
+
+_MOST_ROWS = 32
+
+
+class HeadBuilder(Protocol):
+    """Builds heads of one target: a ``models.mtp.HeadMaker``."""
+
+    def __call__(self, build: Builder) -> object:
+        """The head whose tensors ``build`` hands out."""
+
+    def beside(self, build: Builder) -> object | None:
+        """The head that the target's own checkpoint holds, if any."""
 
 
 class WeightSource(Protocol):
@@ -87,11 +99,12 @@ class Builder:
         hidden: width of the residual stream.
         dtype: of weights and activations.
         device: where the target runs.
+        is_apart: for a head: linears the plan never probed are run as they are.
     """
 
     def __init__(self, source: WeightSource, plan: Plan, *, hidden: int, dtype: torch.dtype,
-                 device: torch.device) -> None:  # fmt: skip
-        self.dtype, self.device = dtype, device
+                 device: torch.device, is_apart: bool = False) -> None:  # fmt: skip
+        self.dtype, self.device, self._is_apart = dtype, device, is_apart
         self._source, self._plan, self._hidden = source, plan, hidden
         self._linears: list[RowLinear | Experts] = []
 
@@ -104,15 +117,21 @@ class Builder:
         return self._row_linear(op, parts)
 
     def _row_linear(self, op: str, parts_NK: Sequence[Tensor]) -> RowLinear:
-        evidence = self._plan.form(op)
-        weights = build_form(evidence.form, parts_NK)
-        linear = RowLinear(weights, evidence.max_rows, self._plan.fixed_rows)
+        if self._is_apart and op not in {evidence.op for evidence in self._plan.ops}:
+            linear = RowLinear(PlainLinear(parts_NK), _MOST_ROWS)  # a draft's bits are nobody's business
+        else:
+            evidence = self._plan.form(op)
+            weights = build_form(evidence.form, parts_NK)
+            linear = RowLinear(weights, evidence.max_rows, self._plan.fixed_rows)
         self._linears.append(linear)
         return linear
 
     def apart(self) -> Builder:
         """A builder over the same weights that counts its own: what a head holds is not the target's."""
-        return Builder(self._source, self._plan, hidden=self._hidden, dtype=self.dtype, device=self.device)
+        return Builder(
+            self._source, self._plan, hidden=self._hidden, dtype=self.dtype, device=self.device,
+            is_apart=True,
+        )  # fmt: skip
 
     def has_any(self, prefix: str) -> bool:
         """Whether the checkpoint holds a tensor under ``prefix`` that nobody took."""
@@ -181,13 +200,14 @@ class Builder:
         embedding = self._source.take(name, shape)
         return (dense if head.shares(dense) else embedding), head
 
-    def parts(self, config: Any, *, embedding: Tensor, head: RowLinear, embed_scale: Tensor | None = None,
-              **fields: Any) -> DecoderParts:  # fmt: skip
-        """The finished parts; refuses a checkpoint with tensors left over."""
+    def parts(self, config: Any, *, embedding: Tensor, head: RowLinear, make_head: HeadBuilder,
+              embed_scale: Tensor | None = None, **fields: Any) -> DecoderParts:  # fmt: skip
+        """The finished parts, with the checkpoint's own head; refuses a checkpoint with tensors left over."""
+        native_head = make_head.beside(self)
         self._source.finish()
         return DecoderParts(
             name=config.model_type, vocab_size=config.vocab_size,
             max_context=config.max_position_embeddings, dtype=self.dtype, device=self.device,
             embedding_VD=embedding, embed_scale=embed_scale, head=head, linears=tuple(self._linears),
-            **fields,
+            native_head=native_head, make_head=make_head, **fields,
         )  # fmt: skip

@@ -94,7 +94,8 @@ RotaryMaker = Callable[[int], dict[str, tuple[Tensor, Tensor]]]
 class DecoderParts:
     """Everything an architecture file hands over: the model, in the pieces the passes need.
 
-    ``native_head`` is a ``models.mtp.NativeHead`` where the checkpoint holds one; no pass runs it.
+    ``native_head`` is a ``models.mtp.NativeHead`` where the checkpoint holds one, or one was attached; no
+    pass runs it. ``make_head`` is the ``models.mtp.HeadMaker`` that builds heads of this target.
     """
 
     name: str
@@ -111,6 +112,7 @@ class DecoderParts:
     make_rotary: RotaryMaker
     linears: tuple[RowLinear | Experts, ...]
     native_head: object | None = None
+    make_head: object | None = None
 
     @property
     def attention_shapes(self) -> list[LayerShape]:

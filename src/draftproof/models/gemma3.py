@@ -6,6 +6,7 @@ kept. Norm weights are stored as gamma - 1 and applied in fp32.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from draftproof.cache import LayerShape
 from draftproof.models.build import Builder, rotary_table
 from draftproof.models.decoder import DecoderParts, Step
+from draftproof.models.mtp import HeadMaker
 from draftproof.ops.activation import gelu_gate
 from draftproof.ops.norm import rms_norm_shifted
 from draftproof.ops.rotary import rotate
@@ -37,10 +39,8 @@ def refusal(config: Any) -> str | None:
 class Gemma3Layer:
     """One decoder layer over rows ``[T, D]``."""
 
-    def __init__(self, config: Any, build: Builder, index: int) -> None:
-        prefix = f"model.layers.{index}."
-        self._index, self._eps = index, config.rms_norm_eps
-        self._kind = config.layer_types[index]
+    def __init__(self, config: Any, build: Builder, prefix: str, index: int, kind: str) -> None:
+        self._index, self._eps, self._kind = index, config.rms_norm_eps, kind
         self._heads, self._groups = config.num_attention_heads, config.num_key_value_heads
         self._size = config.head_dim
         self._scale = config.query_pre_attn_scalar**-0.5
@@ -75,7 +75,9 @@ class Gemma3Layer:
 def build(config: Any, build: Builder) -> DecoderParts:
     """The target's parts from a checkpoint."""
     embedding, head = build.embedding_and_head(config)
-    layers = tuple(Gemma3Layer(config, build, i) for i in range(config.num_hidden_layers))
+    layers = tuple(
+        Gemma3Layer(config, build, f"model.layers.{i}.", i, kind) for i, kind in enumerate(config.layer_types)
+    )
     norm, eps = build.gamma("model.norm.weight"), config.rms_norm_eps
     shapes = tuple(
         LayerShape(
@@ -94,7 +96,12 @@ def build(config: Any, build: Builder) -> DecoderParts:
         }
 
     scale = torch.tensor(config.hidden_size**0.5).to(build.dtype).to(build.device)
+    kind_of_head = max(config.layer_types, key=lambda kind: kind == "full_attention")
+    make_head = HeadMaker(
+        config=config, make_layer=lambda apart, prefix: Gemma3Layer(config, apart, prefix, 0, kind_of_head),
+        shape=replace(shapes[0], window=None), embedding_VD=embedding, output=head,
+    )  # fmt: skip
     return build.parts(
-        config, embedding=embedding, head=head, layers=layers, shapes=shapes,
-        final_norm=lambda h: rms_norm_shifted(h, norm, eps), make_rotary=make_rotary, embed_scale=scale,
+        config, embedding=embedding, head=head, layers=layers, shapes=shapes, embed_scale=scale,
+        final_norm=lambda h: rms_norm_shifted(h, norm, eps), make_rotary=make_rotary, make_head=make_head,
     )  # fmt: skip

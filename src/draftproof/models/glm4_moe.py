@@ -18,7 +18,7 @@ from draftproof.cache import LayerShape
 from draftproof.models.build import Builder, head_size_of, head_spec, rotary_table
 from draftproof.models.build import linear_specs as dense_specs
 from draftproof.models.decoder import DecoderParts, Step
-from draftproof.models.mtp import native_head
+from draftproof.models.mtp import HeadMaker
 from draftproof.ops.activation import silu_gate
 from draftproof.ops.linear import LinearSpec
 from draftproof.ops.norm import rms_norm
@@ -95,11 +95,11 @@ def build(config: Any, build: Builder) -> DecoderParts:
         probe = torch.empty(0, dtype=build.dtype)
         return {"full": rotary_table(partial(rotary, probe), num_positions, build.device)}
 
-    head_parts = native_head(
-        config, build, make_layer=lambda apart, prefix: Glm4MoeLayer(config, apart, prefix, 0),
+    make_head = HeadMaker(
+        config=config, make_layer=lambda apart, prefix: Glm4MoeLayer(config, apart, prefix, 0),
         shape=shape, embedding_VD=embedding, output=head,
     )  # fmt: skip
     return build.parts(
         config, embedding=embedding, head=head, layers=layers, shapes=(shape,) * num_layers,
-        final_norm=lambda h: rms_norm(h, norm, eps), make_rotary=make_rotary, native_head=head_parts,
+        final_norm=lambda h: rms_norm(h, norm, eps), make_rotary=make_rotary, make_head=make_head,
     )  # fmt: skip

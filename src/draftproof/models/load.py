@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,13 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from draftproof.errors import ArchitectureError, ModelFileError, ModelNotFoundError
+from draftproof.errors import ArchitectureError, DrafterError, ModelFileError, ModelNotFoundError
 from draftproof.models import catalog, gemma3, glm4_moe, llama, qwen3, qwen3_5, qwen3_5_moe
 from draftproof.models.build import Builder, WeightSource, linear_specs
 from draftproof.models.decoder import DecoderParts, DecoderTarget
 from draftproof.models.generic import GenericTarget
 from draftproof.models.gguf import hub_folder
+from draftproof.models.mtp import HeadMaker
 from draftproof.models.weights import Weights
 from draftproof.ops.linear import LinearSpec
 from draftproof.record import Plan
@@ -166,6 +167,29 @@ def load_decoder(
     """A row-exact target from a hub folder."""
     renamed = ARCHITECTURES[config.model_type].renamed
     return build_decoder(config, Weights(folder, dtype, device, renamed), plan, dtype=dtype, device=device)
+
+
+def attach_head(target: DecoderTarget, folder: Path, plan: Plan) -> DecoderTarget:
+    """``target`` with the head in ``folder`` in place of its own; weights are shared.
+
+    A folder with safetensors, named as the family names its native head's, or as ``models.mtp.TRAINED``
+    says where it has none.
+
+    Raises:
+        ModelFileError: a tensor is missing, extra, mis-shaped or of a wrong type; it is named.
+    """
+    parts = target.parts
+    make_head = parts.make_head
+    if not isinstance(make_head, HeadMaker):
+        raise DrafterError(f"no head can be attached to {target.name!r}")
+    weights = Weights(folder, parts.dtype, parts.device)
+    build = Builder(
+        weights, plan, hidden=parts.embedding_VD.shape[1], dtype=parts.dtype, device=parts.device,
+        is_apart=True,
+    )  # fmt: skip
+    head = make_head(build)
+    weights.finish()
+    return DecoderTarget(replace(parts, native_head=head), target.max_rows)
 
 
 def load_generic(folder: Path, *, dtype: torch.dtype, device: torch.device) -> GenericTarget:

@@ -13,7 +13,7 @@ Letters: T rows, D hidden, V vocabulary, W shortlist.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -73,7 +73,17 @@ GLM4_MOE = HeadStyle(
     projection="eh_proj", block="", final_norm="shared_head.norm", embedding_copy="embed_tokens",
     output_copy="shared_head.head",
 )  # fmt: skip
+# A head trained for a family that has none, in a folder of its own.
+TRAINED = HeadStyle(
+    prefix="head.", embedding_norm="embedding_norm", hidden_norm="hidden_norm", projection="projection",
+    block="layer.", final_norm="norm",
+)  # fmt: skip
 HEAD_STYLES = {"qwen3_5_text": QWEN3_5, "qwen3_5_moe_text": QWEN3_5, "glm4_moe": GLM4_MOE}
+
+
+def trained_style(config: Any) -> HeadStyle:
+    """The style of trained heads; norms are stored as the family stores them."""
+    return replace(TRAINED, is_norm_shifted=config.model_type.startswith("gemma"))
 
 
 class NativeHead:
@@ -147,23 +157,43 @@ class NativeHead:
         return self._shortlists[key]
 
 
-def native_head(
-    config: Any, build: Builder, *, make_layer: Callable[[Builder, str], Layer], shape: LayerShape,
-    embedding_VD: Tensor, output: RowLinear,
-) -> NativeHead | None:  # fmt: skip
-    """The head that the checkpoint holds beside a target of this configuration, if any.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadMaker:
+    """What a head of one target is built from besides its own tensors.
 
-    Whether it does is read from the tensors: configurations claim heads that were not saved. ``make_layer``
-    makes the family's decoder layer from a builder and a prefix; call this after the target's own layers.
+    Attributes:
+        config: the target's configuration.
+        make_layer: the family's decoder layer, from a builder and a prefix.
+        shape: of its keys and values.
+        embedding_VD: the target's own embedding.
+        output: the target's own output layer.
     """
-    style = HEAD_STYLES[config.model_type]
-    if not build.has_any(style.prefix_in(config)):
-        return None
-    apart = build.apart()
-    return NativeHead(
-        style, config, apart, make_layer=partial(make_layer, apart), shape=shape,
-        embedding_VD=embedding_VD, output=output,
-    )  # fmt: skip
+
+    config: Any
+    make_layer: Callable[[Builder, str], Layer]
+    shape: LayerShape
+    embedding_VD: Tensor
+    output: RowLinear
+
+    @property
+    def style(self) -> HeadStyle:
+        """The family's own, or that of trained heads where it has none."""
+        return HEAD_STYLES.get(self.config.model_type) or trained_style(self.config)
+
+    def __call__(self, build: Builder) -> NativeHead:
+        """The head whose tensors ``build`` hands out."""
+        return NativeHead(
+            self.style, self.config, build, make_layer=partial(self.make_layer, build), shape=self.shape,
+            embedding_VD=self.embedding_VD, output=self.output,
+        )  # fmt: skip
+
+    def beside(self, build: Builder) -> NativeHead | None:
+        """The head that the target's checkpoint holds, if any; call this after the target's own layers.
+
+        Whether it does is read from the tensors: configurations claim heads that were not saved.
+        """
+        is_native = self.config.model_type in HEAD_STYLES
+        return self(build.apart()) if is_native and build.has_any(self.style.prefix_in(self.config)) else None
 
 
 class HeadSession:

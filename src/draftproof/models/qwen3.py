@@ -5,6 +5,7 @@ Source: ``transformers.models.qwen3.modeling_qwen3`` (5.24), whose order of oper
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from draftproof.cache import LayerShape
 from draftproof.models.build import Builder, head_size_of, rotary_table
 from draftproof.models.decoder import DecoderParts, Step
+from draftproof.models.mtp import HeadMaker
 from draftproof.ops.activation import silu_gate
 from draftproof.ops.norm import rms_norm
 from draftproof.ops.rotary import rotate
@@ -32,8 +34,7 @@ def refusal(config: Any) -> str | None:
 class Qwen3Layer:
     """One decoder layer over rows ``[T, D]``."""
 
-    def __init__(self, config: Any, build: Builder, index: int) -> None:
-        prefix = f"model.layers.{index}."
+    def __init__(self, config: Any, build: Builder, prefix: str, index: int) -> None:
         self._index, self._eps = index, config.rms_norm_eps
         self._heads, self._groups = config.num_attention_heads, config.num_key_value_heads
         self._size = head_size_of(config)
@@ -66,7 +67,9 @@ class Qwen3Layer:
 def build(config: Any, build: Builder) -> DecoderParts:
     """The target's parts from a checkpoint."""
     embedding, head = build.embedding_and_head(config)
-    layers = tuple(Qwen3Layer(config, build, i) for i in range(config.num_hidden_layers))
+    layers = tuple(
+        Qwen3Layer(config, build, f"model.layers.{i}.", i) for i in range(config.num_hidden_layers)
+    )
     norm, eps = build.vector("model.norm.weight"), config.rms_norm_eps
     size = head_size_of(config)
     shapes = tuple(
@@ -82,7 +85,11 @@ def build(config: Any, build: Builder) -> DecoderParts:
         probe = torch.empty(0, dtype=build.dtype)
         return {"full": rotary_table(partial(rotary, probe), num_positions, build.device)}
 
+    make_head = HeadMaker(
+        config=config, make_layer=lambda apart, prefix: Qwen3Layer(config, apart, prefix, 0),
+        shape=replace(shapes[0], window=None), embedding_VD=embedding, output=head,
+    )  # fmt: skip
     return build.parts(
         config, embedding=embedding, head=head, layers=layers, shapes=shapes,
-        final_norm=lambda h: rms_norm(h, norm, eps), make_rotary=make_rotary,
+        final_norm=lambda h: rms_norm(h, norm, eps), make_rotary=make_rotary, make_head=make_head,
     )  # fmt: skip

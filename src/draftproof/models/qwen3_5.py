@@ -21,7 +21,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedd
 from draftproof.cache import LayerShape
 from draftproof.models.build import Builder, head_size_of, head_spec, rotary_table
 from draftproof.models.decoder import DecoderParts, Layer, Step
-from draftproof.models.mtp import native_head
+from draftproof.models.mtp import HeadMaker
 from draftproof.ops.activation import silu_gate
 from draftproof.ops.gated_delta import DeltaInput, gated_norm
 from draftproof.ops.linear import LinearSpec
@@ -223,10 +223,10 @@ def assemble(config: Any, build: Builder, feed_forward: MakeFeedForward) -> Deco
     def make_layer(apart: Builder, prefix: str) -> AttentionLayer:
         return AttentionLayer(config, apart, Place(prefix=prefix, index=0, feed_forward=feed_forward))
 
-    head_parts = native_head(
-        config, build, make_layer=make_layer, shape=attention, embedding_VD=embedding, output=head
+    make_head = HeadMaker(
+        config=config, make_layer=make_layer, shape=attention, embedding_VD=embedding, output=head
     )
     return build.parts(
         config, embedding=embedding, head=head, layers=tuple(layers), shapes=tuple(shapes),
-        final_norm=lambda h: rms_norm_shifted(h, norm, eps), make_rotary=make_rotary, native_head=head_parts,
+        final_norm=lambda h: rms_norm_shifted(h, norm, eps), make_rotary=make_rotary, make_head=make_head,
     )  # fmt: skip
