@@ -27,7 +27,7 @@ def run(
 
     if request.get("shortlist") is not None:
         request["shortlist"] = read_shortlist(request["shortlist"])
-    check_head(load["head"], request["drafter"])
+    check_head(load.get("head"), request["drafter"])
     quiet_transformers()
     with progress_line() as report:
         engine = engines.load(**load, progress=report)

@@ -265,7 +265,7 @@ class TestMeasuring:
         assert engine == {
             "folder": str(tmp_path / "model"), "dtype": "float32", "device": "cpu", "claim": "guarded",
             "threads": 3, "draft_model": "small", "exit_layer": 4,
-            "shortlist": "ids.json",
+            "head": None, "shortlist": "ids.json",
         }  # fmt: skip
         ((name, options),) = bench.loads
         assert name == str(tmp_path / "model")

@@ -91,7 +91,7 @@ class TestGenerate:
             "shortlist": None,
         }
         assert seen["generate.run"] == (
-            ("hi", LOAD, request, None),
+            ("hi", LOAD | {"head": None}, request, None),
             {"stats": False, "color": False, "json_output": False},
         )
 
@@ -109,7 +109,7 @@ class TestGenerate:
             "no_repeat_ngram_size": 4,
         }  # fmt: skip
         assert seen["generate.run"] == (
-            ("hi", LOAD_CHANGED, request, "d"),
+            ("hi", LOAD_CHANGED | {"head": None}, request, "d"),
             {"stats": True, "color": True, "json_output": True},
         )
 
@@ -174,7 +174,7 @@ class TestBench:
             "model": DEFAULT_MODEL, "drafter": "auto", "depth": "auto", "suite": "diverse", "labels": (),
             "pairs": 5, "max_new_tokens": 256, "prompt_len": 512, "stop": "natural", "chat": None,
             "dtype": "bfloat16", "device": "cpu", "claim": "auto", "threads": None, "draft_model": None,
-            "exit_layer": None, "shortlist": None,
+            "exit_layer": None, "head": None, "shortlist": None,
         }  # fmt: skip
         wishes = bench.Wishes(
             out=None, resume=False, audit=True, ray=None, ledger=DEFAULT_PLACE, json_output=False
@@ -192,7 +192,7 @@ class TestBench:
             "model": "m", "drafter": "lookup", "depth": "4", "suite": "s.jsonl", "labels": ("a", "b"),
             "pairs": 9, "max_new_tokens": 8, "prompt_len": 77, "stop": "fixed", "chat": False,
             "dtype": "float32", "device": "meta", "claim": "fixed", "threads": 3, "draft_model": "d",
-            "exit_layer": 2, "shortlist": None,
+            "exit_layer": 2, "head": None, "shortlist": None,
         }  # fmt: skip
         wishes = bench.Wishes(
             out=Path("runs/x"), resume=True, audit=False, ray="auto", ledger=Path("l.jsonl"), json_output=True
