@@ -583,7 +583,11 @@ def save(training: Training, tokenizer: Any, out: Path) -> None:
 
 def write_held_out(file: Path, held: list[Sample]) -> None:
     """Prompts the model never saw, and what the default model answered."""
-    lines = [json.dumps({"prompt": s.prompt, "continuation": s.text}, ensure_ascii=False) for s in held[:64]]
+    rows = [
+        {"label": f"held-out-{i:02d}", "prompt": s.prompt, "continuation": s.text}
+        for i, s in enumerate(held[:64])
+    ]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
