@@ -23,7 +23,7 @@ from draftproof.stream import Generation
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 LABELS = ("code", "question", "chinese")
-PROMPT_LEN, NUM_NEW, NUM_STEPS = 128, 40, 100
+PROMPT_LEN, NUM_NEW, NUM_STEPS = 192, 40, 100
 ROWS = (1, 2, 4, 8, 16)
 DEPTHS: tuple[Any, ...] = ("auto", 0, 1, 4, 16)
 DRAFTERS = ("lookup", "suffix", "auto", "early_exit", "draft_model")

@@ -261,8 +261,18 @@ def test_an_untied_model_needs_its_head() -> None:
         builder({"model.embed_tokens.weight": draw(50, 4)}).embedding_and_head(CONFIG)
 
 
+class NoHead:
+    """Of a family without one."""
+
+    def __call__(self, build: Builder) -> object:
+        raise AssertionError("no head to build")
+
+    def beside(self, build: Builder) -> None:
+        return None
+
+
 def test_left_over_tensors_are_refused() -> None:
     made = builder({"model.embed_tokens.weight": draw(50, 4), "lm_head.weight": draw(50, 4), "odd": draw(1)})
     embedding, head = made.embedding_and_head(CONFIG)
     with pytest.raises(ModelFileError, match="odd"):
-        made.parts(CONFIG, embedding=embedding, head=head)
+        made.parts(CONFIG, embedding=embedding, head=head, make_head=NoHead())
