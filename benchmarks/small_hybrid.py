@@ -275,7 +275,7 @@ CONFIG = {
     "max_position_embeddings": 2048, "tie_word_embeddings": True, "mtp_num_hidden_layers": 1,
     "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None,
 }  # fmt: skip
-_IGNORED, FINAL_NORM_SPREAD = -100, 0.5
+_IGNORED = -100
 
 
 class MtpHead(nn.Module):
@@ -405,8 +405,6 @@ class Training:
         torch.random.default_generator.manual_seed(SEED)  # stock initialises from it
         self.config = transformers.Qwen3_5TextConfig(**CONFIG)
         self.model: Any = transformers.Qwen3_5ForCausalLM(self.config)
-        # As uneven as in large models: a flat final norm would hide a head that is fed rows from before it.
-        nn.init.normal_(self.model.model.norm.weight, std=FINAL_NORM_SPREAD)
         self.head = MtpHead(self.model.config)
         for parameter in self.head.parameters():
             if parameter.ndim > 1:
