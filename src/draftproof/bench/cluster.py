@@ -6,23 +6,19 @@ the node they ran on. A node that dies loses only the pair it was decoding, whic
 
 from __future__ import annotations
 
-import os
-import re
-import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from draftproof import nodes
 from draftproof.bench.station import Station, StationSettings
-from draftproof.errors import OptionError, UsageError
+from draftproof.errors import UsageError
 from draftproof.folder import Decode
 
 if TYPE_CHECKING:  # a node's own process stays without torch: it only passes on
     from draftproof.bench.run import Announce, Item
-
-_CONNECT_SECONDS = 5.0
 
 
 def named_station(settings: StationSettings, warm_ids: Sequence[int]) -> Station:
@@ -82,33 +78,17 @@ class Fleet:
         self._stations: list[Any] = []
 
     def __enter__(self) -> Self:
-        ray = _ray()
-        _check_reachable(self._place.address)
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        ray = nodes.connect(self._place.address)
+        made = (self._place, self._settings, list(self._warm))
         try:
-            ray.init(address=self._place.address, logging_level="ERROR", log_to_driver=False)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            first = str(error).strip().splitlines()[0]
-            raise UsageError(f"no Ray cluster at {self._place.address!r}: {first}") from error
-        try:
-            self._stations = [self._start(node) for node in ray.nodes() if node["Alive"]]
+            self._stations = [
+                nodes.on_node(RemoteStation, node, *made) for node in ray.nodes() if node["Alive"]
+            ]
             ray.get([station.ready.remote() for station in self._stations])
         except ray.exceptions.RayError as error:
             self._close()
-            raise UsageError(f"a Ray node could not start its processes: {_reason(error)}") from error
+            raise UsageError(f"a Ray node could not start its processes: {nodes.reason(error)}") from error
         return self
-
-    def _start(self, node: dict[str, Any]) -> Any:
-        """An actor that holds all of a node's processors and GPUs, so that no pair shares them."""
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        strategy = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
-        resources = node["Resources"]
-        actor = _ray().remote(RemoteStation).options(
-            num_cpus=resources.get("CPU", 1), num_gpus=resources.get("GPU", 0), scheduling_strategy=strategy,
-        )  # fmt: skip
-        host = f"{node['NodeManagerHostname']}:{node['NodeID'][:6]}"
-        return actor.remote(self._place, self._settings, list(self._warm), host)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -116,7 +96,7 @@ class Fleet:
         self._close()
 
     def _close(self) -> None:
-        ray = _ray()
+        ray = nodes.import_ray()
         for station in self._stations:
             try:
                 ray.get(station.close.remote(), timeout=10)
@@ -131,7 +111,7 @@ class Fleet:
         Raises:
             UsageError: a decode was refused, or no node is left.
         """
-        ray = _ray()
+        ray = nodes.import_ray()
         waiting, free = deque(items), list(self._stations)
         running: dict[Any, tuple[Item, Any]] = {}
         while waiting or running:
@@ -152,31 +132,6 @@ class Fleet:
             except ray.exceptions.RayTaskError as error:
                 if not isinstance(error.cause, UsageError):
                     raise  # a bug keeps its traceback
-                raise UsageError(f"{item.label}: {_reason(error)}") from error
+                raise UsageError(f"{item.label}: {nodes.reason(error)}") from error
             free.append(station)
             yield item, decodes
-
-
-def _check_reachable(address: str) -> None:
-    """Refuse a host and port where nothing listens: Ray itself would try again for minutes."""
-    host, _, port = address.rpartition(":")
-    if not port.isdecimal() or "://" in address:
-        return  # ``auto`` and other forms Ray resolves or refuses at once
-    try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise UsageError(f"no Ray cluster at {address!r}: {error}") from error
-
-
-def _reason(error: Exception) -> str:
-    """The node's own message in one line."""
-    cause = getattr(error, "cause", None) or error
-    return re.sub(r"^draftproof\.errors\.\w+: ", "", str(cause).strip().splitlines()[-1])
-
-
-def _ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise OptionError("--ray needs Ray: pip install 'draftproof[ray]'") from error
-    return ray
