@@ -96,8 +96,9 @@ def tokens_sha256(token_ids: Iterable[int]) -> str:
     return hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Write ``text`` so that ``path`` holds the old content or all of the new one."""
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write so that ``path`` holds the old content or all of the new one; text as UTF-8."""
+    raw = content.encode("utf-8") if isinstance(content, str) else content
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
@@ -105,8 +106,8 @@ def write_atomic(path: Path, text: str) -> None:
         raise _storage_error(error, path) from error
     temporary = Path(name)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(raw)
             stream.flush()
             os.fsync(stream.fileno())
             os.fchmod(stream.fileno(), 0o644)

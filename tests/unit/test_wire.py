@@ -282,6 +282,8 @@ def test_a_file_and_its_folders_appear(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
     wire.write_atomic(path, "")
     assert path.read_bytes() == b""
+    wire.write_atomic(path, b"\xff\x00")
+    assert path.read_bytes() == b"\xff\x00"
     assert names(path.parent) == ["run.json"]
 
 
