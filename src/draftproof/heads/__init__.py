@@ -1,0 +1,1 @@
+"""The head lab: making, choosing and checking draft heads for a target."""
