@@ -10,7 +10,8 @@
     │   │   ├── ModelFileError         corrupt, truncated, missing or unexpected weights
     │   │   └── ArchitectureError      a model type no target can run
     │   ├── DownloadError          the package index cannot be reached, or served something else
-    │   └── StorageError           no space, no permission
+    │   ├── StorageError           no space, no permission
+    │   └── ShardError             a shard of a corpus that is missing, cut off or changed
     ├── RollbackError              a cache could not be restored; a bug of ours, never ignored
     └── EvidenceError              a broken record or run folder, or one written by a newer version
 
@@ -61,6 +62,10 @@ class DownloadError(UsageError):
 
 class StorageError(UsageError):
     """The disk is full or a folder cannot be written. Free space or set another cache folder."""
+
+
+class ShardError(UsageError):
+    """A shard of a corpus is missing, cut off or changed. Run the command that made it again."""
 
 
 class RollbackError(DraftproofError):
