@@ -54,7 +54,9 @@ def test_import_of_the_command_line_is_light() -> None:
     assert loaded & HEAVY == set()
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["bench"], ["doctor"], ["models"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [[], ["generate"], ["bench"], ["doctor"], ["models"], ["head", "corpus"]], ids=" ".join
+)
 def test_help_is_light(command: list[str]) -> None:
     loaded, exit_code = fresh(HELP.format(arguments=[*command, "--help"]))
     assert exit_code == 0

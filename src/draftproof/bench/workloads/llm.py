@@ -30,6 +30,15 @@ _REQUESTS = {
 _SENTENCE_ENDS = (". ", "! ", "? ", "\n", "。")
 
 
+def evaluation_texts() -> dict[str, str]:
+    """Everything an evaluation may decode, by label: what training data must not hold."""
+    packaged = {item.label: item for item in diverse_inputs()}
+    texts = {label: f"{item.context}\n\n{item.request}" for label, item in packaged.items()}
+    for label, sources in _SOURCES.items():
+        texts[label] = "\n\n".join([*(packaged[source].context for source in sources), _REQUESTS[label]])
+    return texts
+
+
 class LLMWorkload(Workload):
     """A causal language model of ``transformers``, decoded by its own ``generate(do_sample=False)``.
 

@@ -11,7 +11,7 @@ import pytest
 
 from draftproof.bench.prompts import LABELS, diverse_inputs
 from draftproof.bench.workloads.base import Inputs, Output
-from draftproof.bench.workloads.llm import HOLDOUT, MAIN, LLMWorkload
+from draftproof.bench.workloads.llm import HOLDOUT, MAIN, LLMWorkload, evaluation_texts
 from draftproof.errors import ModelNotFoundError, OptionError, PromptError
 from draftproof.models.catalog import find, pulled_path
 from draftproof.models.stock import StockModel
@@ -182,3 +182,16 @@ def test_an_unknown_dtype_or_model_is_refused() -> None:
 def test_chat_without_a_template_is_refused(tiny_folder: Folder) -> None:
     with pytest.raises(PromptError, match="no chat template"):
         workload(tiny_folder("llama"), prompt_len=400, chat=True).make_inputs()
+
+
+def test_evaluation_texts_hold_every_prompt_an_evaluation_decodes(tiny_folder: Folder) -> None:
+    """Main and held-out prompts are cut from them; their own requests are there too."""
+    texts = evaluation_texts()
+    assert set(texts) == {MAIN, HOLDOUT, *LABELS}
+    for item in diverse_inputs():
+        assert texts[item.label] == f"{item.context}\n\n{item.request}"
+    workload = LLMWorkload(model=str(tiny_folder("llama")), dtype="float32", prompt_len=300)
+    for label in (MAIN, HOLDOUT):
+        item = workload._item(label, 300)
+        assert texts[label].endswith(item.request)
+        assert all(part in texts[label] for part in item.context.split("\n\n"))
