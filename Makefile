@@ -34,8 +34,9 @@ test: .venv/.ready
 		|| { apt-get update -qq && apt-get install -y -qq chromium chromium-driver; }
 	$(PY) -m draftproof models pull
 	@$(MAKE) --no-print-directory check
-# Two processes, as bits and times are those of two threads each; a class or file stays in one of them.
-	$(PY) -m pytest -n 2 --dist loadscope $(PYTEST_ARGS)
+# Two processes, as bits and times are those of two threads each; a class or file stays in one of them, and the
+# slow ones come first.
+	$(PY) -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: .venv/.ready
 	$(PY) -m ruff check
