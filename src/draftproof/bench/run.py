@@ -21,6 +21,7 @@ from draftproof.bench.prompts import BenchInput, build_prompt, diverse_inputs, r
 from draftproof.bench.provenance import provenance
 from draftproof.bench.station import Station, StationSettings
 from draftproof.clock import RealClock
+from draftproof.drafters.build import check_name
 from draftproof.drafters.shortlist import check_head
 from draftproof.engine import Engine
 from draftproof.errors import EvidenceError, OptionError, PromptError, UsageError
@@ -78,6 +79,8 @@ class BenchSettings:
         check_head(self.head, self.drafter)
         if self.max_new_tokens < 1:
             raise OptionError(f"max_new_tokens must be 1 or more, got {self.max_new_tokens}")
+        if self.drafter != STOCK:
+            check_name(self.drafter)
         if self.drafter == "none":
             raise OptionError("drafter 'none' is the own serial arm, which every bench times anyway")
         if isinstance(self.depth, str) and self.depth != "auto":

@@ -95,6 +95,12 @@ _SERVES = {
 }  # fmt: skip
 
 
+def check_name(name: str) -> None:
+    """Refuse a drafter that no table and no entry point knows; raises ``OptionError`` naming the known."""
+    if name not in (*DRAFTERS, "none") and name not in entry_points(group="draftproof.drafters").names:
+        raise OptionError(f"unknown drafter {name!r}; known: none, {', '.join(sorted(DRAFTERS))}")
+
+
 def build_drafter(name: str, options: DrafterOptions) -> Drafter:
     """The drafter called ``name``; ``OptionError`` for an unknown one or an option it has no use for."""
     if name in DRAFTERS:
