@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import random
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -87,7 +88,7 @@ class GrowingLayer(DynamicLayer):
 
     keys: Any
     values: Any
-    _room: tuple[Tensor, Tensor] | None = None
+    _room: tuple[Tensor, ...] | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -101,18 +102,38 @@ class GrowingLayer(DynamicLayer):
             self._room = (_grown(self.keys, key_states, after), _grown(self.values, value_states, after))
         for room, new in zip(self._room, (key_states, value_states), strict=True):
             room[:, :, before:after] = new
-        self.keys, self.values = (room[:, :, :after] for room in self._room)
+        self._show(after)
         return self.keys, self.values
 
-    def hold(self, keys: Tensor, values: Tensor) -> None:
-        """Hold these instead."""
-        self.keys, self.values, self._room = keys, values, None
+    def join(self, other: GrowingLayer, length: int) -> None:
+        """Add the rows of ``other``, the shorter of both padded on the left to ``length``."""
+        self._room = (_joined(self.keys, other.keys, length), _joined(self.values, other.values, length))
+        self._show(length)
+
+    def keep(self, holes: list[int], movers: list[int], count: int, unused: int) -> None:
+        """Move rows into holes, keep ``count`` of them, and cut ``unused`` positions off the front."""
+        length = self.get_seq_length() - unused
+        for room in self._room or ():
+            room[holes] = room[movers]
+        self._room = tuple(room[:count, :, unused:] for room in self._room or ())
+        self._show(length)
+
+    def _show(self, length: int) -> None:
+        self.keys, self.values = (room[:, :, :length] for room in self._room or ())
 
 
 def _grown(old: Tensor, like: Tensor, length: int) -> Tensor:
     room = like.new_empty((*like.shape[:2], length + _SPARE, like.shape[3]))
     if old.numel():
         room[:, :, : old.shape[2]] = old
+    return room
+
+
+def _joined(one: Tensor, other: Tensor, length: int) -> Tensor:
+    """Both below one another, ending at ``length``; zeros before, as a masked NaN would still be one."""
+    room = one.new_zeros((len(one) + len(other), one.shape[1], length + _SPARE, one.shape[3]))
+    room[: len(one), :, length - one.shape[2] : length] = one
+    room[len(one) :, :, length - other.shape[2] : length] = other
     return room
 
 
@@ -137,15 +158,25 @@ class _State:
         self.rows: list[_Row] = []
 
     def keep(self, places: list[int]) -> None:
-        """Keep these rows, and cut positions none of them uses."""
-        index = torch.tensor(places, device=self.mask_BL.device)
-        self.rows = [self.rows[place] for place in places]
+        """Keep these rows, and cut positions none of them uses.
+
+        The last rows move into the places of those that ended, as copying all for every end moves the
+        whole cache nearly each step.
+        """
+        count, kept = len(places), set(places)
+        holes = [place for place in range(count) if place not in kept]
+        movers = [place for place in places if place >= count]
+        order = list(range(count))
+        for hole, mover in zip(holes, movers, strict=True):
+            order[hole] = mover
+        index = torch.tensor(order, device=self.mask_BL.device)
+        self.rows = [self.rows[place] for place in order]
         mask_BL = self.mask_BL[index]
         unused = int(mask_BL.any(0).int().argmax())
         self.mask_BL = mask_BL[:, unused:]
         for layer in self.layers:
             if isinstance(layer, GrowingLayer):
-                layer.hold(layer.keys[index, :, unused:], layer.values[index, :, unused:])
+                layer.keep(holes, movers, count, unused)
             else:
                 layer.reorder_cache(index)
 
@@ -154,20 +185,12 @@ class _State:
         length = max(self.mask_BL.shape[1], other.mask_BL.shape[1])
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             if isinstance(mine, GrowingLayer):
-                both = (mine, theirs)
-                mine.hold(
-                    torch.cat([_padded(layer.keys, length) for layer in both]),
-                    torch.cat([_padded(layer.values, length) for layer in both]),
-                )
+                mine.join(theirs, length)
             else:
                 _join_states(mine, theirs)
         masks = [F.pad(m, (length - m.shape[1], 0)) for m in (self.mask_BL, other.mask_BL)]
         self.mask_BL = torch.cat(masks)
         self.rows += other.rows
-
-
-def _padded(states: Tensor, length: int) -> Tensor:
-    return F.pad(states, (0, 0, length - states.shape[2], 0))
 
 
 def _join_states(mine: Any, theirs: Any) -> None:
@@ -290,24 +313,42 @@ def _equal_lengths(requests: Sequence[Request], places: Sequence[int]) -> Iterat
 
 def _emit(rows: Sequence[_Row], logits_BV: Tensor) -> None:
     """Append one token to every row."""
-    greedy = logits_BV.argmax(-1).tolist()
-    for row, token, logits_V in zip(rows, greedy, logits_BV, strict=True):
-        how = row.request.sampling
-        row.ids.append(token if how is None else sample(logits_V, how, row.rng.random()))
+    tokens = logits_BV.argmax(-1).tolist()
+    drawn = [(place, row.request.sampling, row) for place, row in enumerate(rows)]
+    some = [(place, how, row.rng.random()) for place, how, row in drawn if how is not None]
+    if some:
+        places = [place for place, _, _ in some]
+        hows, uniforms = [how for _, how, _ in some], [uniform for _, _, uniform in some]
+        for place, token in zip(places, sample(logits_BV[places], hows, uniforms), strict=True):
+            tokens[place] = token
+    for row, token in zip(rows, tokens, strict=True):
+        row.ids.append(token)
 
 
-def sample(logits_V: Tensor, how: Sampling, uniform: float) -> int:
-    """The token at ``uniform`` of the mass of the fewest tokens that hold ``top_p`` of it.
+def sample(logits_BV: Tensor, hows: Sequence[Sampling], uniforms: Sequence[float]) -> list[int]:
+    """Of each row the token at its ``uniform`` of the mass of the fewest tokens that hold ``top_p``.
 
-    Only when the likeliest few do not reach ``top_p`` is the whole vocabulary sorted.
+    Only when the likeliest few do not reach ``top_p`` is a row's whole vocabulary sorted.
     """
-    probs_V = (logits_V.float() / how.temperature).softmax(-1)
-    for count in (min(_LIKELY, len(probs_V)), len(probs_V)):
-        values, tokens = probs_V.topk(count)
-        reached = values.cumsum(0)
-        if reached[-1] >= how.top_p:
-            break
-    last = int((reached < how.top_p).sum())
-    mass = reached[: last + 1]
-    place = int((mass <= uniform * mass[-1]).sum())
-    return int(tokens[min(place, len(mass) - 1)])
+    heat_B1 = torch.tensor([[how.temperature] for how in hows], device=logits_BV.device)
+    probs_BV = (logits_BV.float() / heat_B1).softmax(-1)
+    reached_BK, tokens_BK = _cumulated(probs_BV, min(_LIKELY, probs_BV.shape[-1]))
+    found = []
+    for row, (how, uniform) in enumerate(zip(hows, uniforms, strict=True)):
+        reached_K, tokens_K = reached_BK[row].tolist(), tokens_BK[row]
+        if reached_K[-1] < how.top_p:
+            all_V, tokens_K = _cumulated(probs_BV[row], probs_BV.shape[-1])
+            reached_K = all_V.tolist()
+        found.append(int(tokens_K[_place(reached_K, how.top_p, uniform)]))
+    return found
+
+
+def _cumulated(probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Mass up to each of the ``count`` likeliest tokens, and the tokens."""
+    values, tokens = probs.topk(count)
+    return values.cumsum(-1), tokens
+
+
+def _place(reached: list[float], top_p: float, uniform: float) -> int:
+    last = min(bisect_left(reached, top_p), len(reached) - 1)
+    return min(bisect_right(reached, uniform * reached[last], 0, last + 1), last)

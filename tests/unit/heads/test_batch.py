@@ -98,7 +98,8 @@ def test_greedy_and_sampled_rows_share_a_batch(tiny_folder: Folder) -> None:
 def test_only_the_likeliest_tokens_are_drawn(top_p: float, allowed: set[int]) -> None:
     logits = torch.tensor([0.25, 0.125, 0.5, 0.125]).log()
     how = Sampling(temperature=1.0, top_p=top_p, seed=0)
-    assert {sample(logits, how, i / 1000) for i in range(1000)} == allowed
+    grid = [i / 1000 for i in range(1000)]
+    assert set(sample(logits.expand(1000, -1), [how] * 1000, grid)) == allowed
 
 
 def test_draws_follow_the_probabilities_also_past_the_likeliest_few(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,12 +107,12 @@ def test_draws_follow_the_probabilities_also_past_the_likeliest_few(monkeypatch:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(1))
     how = Sampling(temperature=0.7, top_p=1.0, seed=0)
     grid = [(i + 0.5) / 4000 for i in range(4000)]
-    whole = [sample(logits, how, u) for u in grid]
+    whole = sample(logits.expand(4000, -1), [how] * 4000, grid)
     shares = torch.bincount(torch.tensor(whole), minlength=50) / len(grid)
     # A token's share of a grid is off by at most one point at either end.
     assert (shares - (logits / 0.7).softmax(-1)).abs().max() <= 2 / len(grid)
     monkeypatch.setattr(batch, "_LIKELY", 4)
-    assert [sample(logits, how, u) for u in grid] == whole
+    assert sample(logits.expand(4000, -1), [how] * 4000, grid) == whole
 
 
 def test_a_cache_no_row_can_be_dropped_from_is_refused() -> None:
