@@ -72,7 +72,7 @@ class Tally:
         """All of it, as plain values.
 
         ``ratio`` is batched tokens a second over stock's, each over all shards' time; in ``ratio_by_shard``
-        both sides were measured right after one another.
+        stock was measured in the middle of the batch.
         """
         facts = self._facts
         names = ("num_rows", "num_equal", "num_tokens", "duration_ns")

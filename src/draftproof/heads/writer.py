@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import platform
-import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -82,6 +81,12 @@ class _Making:
     hits: list[dict[str, Any]] = field(default_factory=list)
     num_decoded: int = 0
     decode_ns: int = 0
+    num_ended: int = 0
+    due: list[int] = field(default_factory=list)
+    compared: list[int] = field(default_factory=list)
+    differences: list[dict[str, Any]] = field(default_factory=list)
+    num_alone: int = 0
+    alone_ns: int = 0
 
     def hit(self, index: int, where: str, found: Hit) -> None:
         self.by_text[found.label] += 1
@@ -95,15 +100,11 @@ class _Item:
 
     prompt: Prompt
     messages: list[Message] = field(default_factory=list)
-    is_removed: bool = False
+    row: Row | None = None
 
     @property
     def turns(self) -> tuple[str, ...]:
         return tuple(text for role, text in self.messages if role != "assistant")
-
-    def remove(self, reason: str, making: _Making) -> None:
-        self.is_removed = True
-        making.removed[reason] += 1
 
 
 class ShardWriter:
@@ -130,15 +131,22 @@ class ShardWriter:
 
     def make(self, number: int, first: int, count: int, progress: Progress = lambda *_: None) -> Shard:
         """The shard of ``count`` prompts from index ``first`` on; ``progress`` hears of (done, count)."""
-        making = _Making()
+        making = _Making(due=self._when_to_compare(number, count))
         drawn = [draw(self._settings.seed, i, self._settings.shares) for i in range(first, first + count)]
         rows = self._answered([_Item(prompt=prompt) for prompt in drawn], making, progress)
         rows.sort(key=lambda row: row.index)
+        greedy = [row for row in rows if not row.is_sampled and row.index not in making.compared]
+        for row in greedy[: len(making.due)]:
+            self._compare(row, making)
         facts = {
             **self._machine, "first": first, "count": count, "removed": dict(making.removed),
             "overlap": {"by_text": dict(making.by_text), "examples": making.hits},
             "num_decoded": making.num_decoded, "decode_ns": making.decode_ns,
-            "stock": self._compare(number, rows),
+            "stock": {
+                "num_rows": len(making.compared), "num_equal": len(making.compared) - len(making.differences),
+                "num_tokens": making.num_alone, "duration_ns": making.alone_ns,
+                "differences": making.differences,
+            },
         }  # fmt: skip
         return Shard(number=number, rows=tuple(rows), facts=facts)
 
@@ -146,14 +154,12 @@ class ShardWriter:
         """Every item through its turns, all in one stream of batches."""
         asked = [(item, request) for item in items if (request := self._first(item, making))]
         start = self._clock.now_ns()
-        answers = self._decoder.decode(
+        self._decoder.decode(
             [request for _, request in asked], lambda done, _: progress(done, len(asked)),
             lambda place, answer: self._next(asked[place][0], answer, making),
         )  # fmt: skip
-        making.decode_ns += self._clock.now_ns() - start
-        pairs = zip(asked, answers, strict=True)
-        rows = [self._row(item, answer, making) for (item, _), answer in pairs if not item.is_removed]
-        return [row for row in rows if row]
+        making.decode_ns = self._clock.now_ns() - start - making.alone_ns
+        return [item.row for item in items if item.row]
 
     def _first(self, item: _Item, making: _Making) -> Request | None:
         """What an item asks first: an answer, or the user's turn itself."""
@@ -171,21 +177,31 @@ class ShardWriter:
         text = self._chat.text(answer.ids)
         if not item.messages:
             if answer.reason != "end" or len(text) < _FEWEST_CHARACTERS or is_repetitive(text):
-                item.remove("no user turn", making)
+                making.removed["no user turn"] += 1
                 return None
             item.prompt = item.prompt.with_turn(text)
             return self._begin(item, making)
         if len(item.turns) == len(item.prompt.turns):
+            self._end(item, answer, making)
             return None
         item.messages += [("assistant", text), ("user", item.prompt.turns[len(item.turns)])]
         return self._ask(item, making)
+
+    def _end(self, item: _Item, answer: Answer, making: _Making) -> None:
+        """Keep or drop the last answer; now and then compare one with stock while the others wait."""
+        item.row = self._row(item, answer, making)
+        making.num_ended += 1
+        is_due = bool(making.due) and making.num_ended >= making.due[0]
+        if is_due and item.row and not item.row.is_sampled:
+            making.due.pop(0)
+            self._compare(item.row, making)
 
     def _begin(self, item: _Item, making: _Making) -> Request | None:
         """The first answer's request, unless the turns overlap an evaluation text."""
         found = self._guard.hit("\n".join(item.prompt.turns))
         if found:
             making.hit(item.prompt.index, "prompt", found)
-            item.remove("overlap in prompt", making)
+            making.removed["overlap in prompt"] += 1
             return None
         item.messages = [("text" if item.prompt.is_raw else "user", item.prompt.turns[0])]
         return self._ask(item, making)
@@ -194,7 +210,7 @@ class ShardWriter:
         """An answer to the last turn, half as long where another turn follows."""
         most, ids = self._settings.max_new_tokens, self._chat.ids(item.messages)
         if not 0 < len(ids) <= self._room - most:
-            item.remove("prompt too long", making)
+            making.removed["prompt too long"] += 1
             return None
         if len(item.turns) < len(item.prompt.turns):
             most = max(int(most * _EARLIER_SHARE), 1)
@@ -206,15 +222,15 @@ class ShardWriter:
         """The row, or ``None`` with the reason counted."""
         text, prompt = self._chat.text(answer.ids), item.prompt
         if answer.reason == "loop" or has_looping_tail(answer.ids) or is_repetitive(text):
-            item.remove("loop", making)
+            making.removed["loop"] += 1
             return None
         if len(answer.ids) < _FEWEST_TOKENS:
-            item.remove("too short", making)
+            making.removed["too short"] += 1
             return None
         found = self._guard.hit(text)
         if found:
             making.hit(prompt.index, "answer", found)
-            item.remove("overlap in answer", making)
+            making.removed["overlap in answer"] += 1
             return None
         ids = self._chat.ids(item.messages)
         return Row(
@@ -225,23 +241,22 @@ class ShardWriter:
             ids=(*ids, *answer.ids), prompt_length=len(ids),
         )  # fmt: skip
 
-    def _compare(self, number: int, rows: Sequence[Row]) -> dict[str, Any]:
-        """Decode a few greedy rows again, each alone, by stock: how many are equal, and how long it took."""
+    def _when_to_compare(self, number: int, count: int) -> list[int]:
+        """After how many ended answers one is compared, spread over the shard."""
         wanted = _ROWS_EARLY if number < _FIRST_SHARDS else _ROWS_LATE * (number % _EVERY == 0)
-        greedy = [row for row in rows if not row.is_sampled]
-        some = random.Random(f"stock {self._settings.seed} {number}").sample(greedy, min(wanted, len(greedy)))
-        num_tokens, duration_ns, differences = 0, 0, []
-        for row in some:
-            start = self._clock.now_ns()
-            alone = self._stock.generate(row.ids[: row.prompt_length], row.num_tokens)
-            duration_ns += self._clock.now_ns() - start
-            num_tokens += len(alone)
-            batched = row.ids[row.prompt_length :]
-            if alone != batched:
-                same = len(_common(alone, batched))
-                differences.append({"index": row.index, "from_token": same, "of": len(batched)})
-        return {"num_rows": len(some), "num_equal": len(some) - len(differences), "num_tokens": num_tokens,
-                "duration_ns": duration_ns, "differences": differences}  # fmt: skip
+        return [max(count * (place + 1) // (wanted + 2), 1) for place in range(wanted)]
+
+    def _compare(self, row: Row, making: _Making) -> None:
+        """Decode a greedy row again, alone, by stock: whether it is equal, and how long that takes."""
+        start = self._clock.now_ns()
+        alone = self._stock.generate(row.ids[: row.prompt_length], row.num_tokens)
+        making.alone_ns += self._clock.now_ns() - start
+        making.num_alone += len(alone)
+        making.compared.append(row.index)
+        batched = row.ids[row.prompt_length :]
+        if alone != batched:
+            same = len(_common(alone, batched))
+            making.differences.append({"index": row.index, "from_token": same, "of": len(batched)})
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> list[int]:
