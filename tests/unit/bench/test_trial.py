@@ -40,6 +40,7 @@ class Scripted:
     scores: dict[str, Any] = field(default_factory=dict)
 
     plain_reply: Reply | None = None
+    scored: LOG = field(default_factory=list)
 
     def run(
         self, prompt_ids: Sequence[int], max_new_tokens: int, *, is_plain: bool = False
@@ -51,6 +52,7 @@ class Scripted:
 
     def score(self, request: dict[str, Any]) -> Any:
         self.log.append((f"{self.name} {request['score']}", tuple(request["prompt_ids"])))
+        self.scored.append((request["score"], tuple(request["token_ids"])))
         return self.scores[request["score"]]
 
 
@@ -77,13 +79,16 @@ class Stage:
     stock_scores: dict[str, Any] = field(default_factory=dict)
     mine_scores: dict[str, Any] = field(default_factory=dict)
     log: LOG = field(default_factory=list)
+    scored: LOG = field(default_factory=list)
     published: list[Evidence] = field(default_factory=list)
     stages: list[str] = field(default_factory=list)
 
     def run(self) -> Evidence:
         clock = FakeClock(tick_ns=1)
-        stock = Scripted("stock", self.log, clock, self.stock_reply, self.stock_scores)
-        mine = Scripted("mine", self.log, clock, self.mine_reply, self.mine_scores, self.plain_reply)
+        stock = Scripted("stock", self.log, clock, self.stock_reply, self.stock_scores, scored=self.scored)
+        mine = Scripted(
+            "mine", self.log, clock, self.mine_reply, self.mine_scores, self.plain_reply, self.scored
+        )
 
         def start() -> Scripted:
             self.log.append(("start", ()))
@@ -125,6 +130,16 @@ def test_a_serial_arm_with_other_tokens_is_wrong_too() -> None:
     evidence = Stage(case(has_serial=True), plain_reply=other).run()
     assert {d.leg.label for d in evidence.decodes} == {"main"}
     assert any("not run, as main did not pass" in note for note in evidence.notes)
+
+
+def test_the_gates_judge_the_judged_arms_tokens_whatever_the_serial_arm_emits() -> None:
+    mine, other = (replace(REPLY, output=Output(token_ids=ids)) for ids in ((7, 9), (7, 1)))
+    stage = Stage(
+        case(limits=gate.NEAR_LOSSLESS, has_serial=True), mine_reply=mine, plain_reply=other,
+        stock_scores={"reference": REFERENCE, "own_nll": 0.2}, mine_scores={"forward": FORWARD},
+    )  # fmt: skip
+    assert stage.run().status == "complete"
+    assert [ids for score, ids in stage.scored if score == "own_nll"] == [(7, 9)] * len(ROLES)
 
 
 def test_the_order_within_pairs_comes_from_the_seed() -> None:
