@@ -1,4 +1,4 @@
-"""Ray clusters as this package uses them: connect or say in one line why not, and name what failed.
+"""Ray clusters as this package uses them: an actor on every node, every job once on whichever is free.
 
 Knows nothing of what runs on a node. Ray is an extra and imported when first needed.
 """
@@ -8,11 +8,103 @@ from __future__ import annotations
 import os
 import re
 import socket
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 from draftproof.errors import OptionError, UsageError
 
 _CONNECT_SECONDS = 5.0
+_CLOSE_SECONDS = 10
+Job = TypeVar("Job")
+
+
+class NoNodeLeftError(UsageError):
+    """Every node died while jobs were left."""
+
+
+class Pool:
+    """One actor on every node of a cluster; use as a context manager.
+
+    A node that dies loses only the job it was at, which another one takes.
+
+    Args:
+        address: the cluster's.
+        actor: has ``ready()``, which returns when it can work, and ``close()``; made with ``arguments`` and
+            then the node's name.
+        cannot: what a node fails to do when an actor cannot be made, for the refusal.
+    """
+
+    def __init__(self, address: str, actor: type[Any], *arguments: Any, cannot: str) -> None:
+        self._address, self._actor, self._arguments, self._cannot = address, actor, arguments, cannot
+        self.actors: list[Any] = []
+
+    def __enter__(self) -> Self:
+        ray = connect(self._address)
+        try:
+            alive = [node for node in ray.nodes() if node["Alive"]]
+            self.actors = [on_node(self._actor, node, *self._arguments) for node in alive]
+            ray.get([actor.ready.remote() for actor in self.actors])
+        except ray.exceptions.RayError as error:
+            self._close()
+            raise UsageError(f"a Ray node could not {self._cannot}: {reason(error)}") from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        ray = import_ray()
+        closing = {actor.close.remote(): actor for actor in self.actors}
+        if closing:
+            _, busy = ray.wait(list(closing), num_returns=len(closing), timeout=_CLOSE_SECONDS)
+            for one in busy:
+                ray.kill(closing[one])
+        self.actors = []
+        ray.shutdown()
+
+    def run(
+        self, jobs: Iterable[Job], ask: Callable[[Any, Job], Any], name: Callable[[Job], str]
+    ) -> Iterator[tuple[Job, Any]]:
+        """Every job once with what it gave, as nodes finish; jobs are taken only when a node is free.
+
+        Args:
+            jobs: what to do, in order.
+            ask: starts a job on an actor; the reference to its result.
+            name: of a job, for the refusal.
+
+        Raises:
+            NoNodeLeftError: no node is left.
+            UsageError: a job was refused.
+        """
+        ray = import_ray()
+        coming, again, free = iter(jobs), deque[Job](), list(self.actors)
+        running: dict[Any, tuple[Job, Any]] = {}
+        while True:
+            while free and (job := again.popleft() if again else next(coming, None)) is not None:
+                actor = free.pop()
+                running[ask(actor, job)] = (job, actor)
+            if not running:
+                if again:
+                    raise NoNodeLeftError("every Ray node is gone: run the same command again to go on")
+                return
+            (done,), _ = ray.wait(list(running), num_returns=1)
+            job, actor = running.pop(done)
+            try:
+                made = ray.get(done)
+            except ray.exceptions.RayActorError:
+                again.append(job)
+                self.actors.remove(actor)
+                continue
+            except ray.exceptions.RayTaskError as error:
+                if not isinstance(error.cause, UsageError):
+                    raise  # a bug keeps its traceback
+                raise UsageError(f"{name(job)}: {reason(error)}") from error
+            free.append(actor)
+            yield job, made
 
 
 def connect(address: str) -> Any:

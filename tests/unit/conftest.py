@@ -2,12 +2,14 @@
 
 Two inputs, three arms (stock, serial, lookup), every trace made by the accept rule from tokens and drafts
 that are right up to a place. Times come from a seed; stock is about twice as slow as lookup.
+
+``address``: of a Ray cluster of two nodes in this machine, which knows the asking module's own classes.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -99,3 +101,19 @@ def _run(
 def honest_run() -> Callable[..., Evidence]:
     """``honest_run(outputs, prompts=, pairs=, changed=, machine=, **request)``."""
     return _run
+
+
+@pytest.fixture(scope="module")
+def address(request: pytest.FixtureRequest) -> Iterator[str]:
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster  # noqa: PLC0415 - Ray is an extra
+
+    ray.cloudpickle.register_pickle_by_value(request.module)
+    node = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    try:
+        cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+        yield cluster.address
+    finally:
+        cluster.shutdown()
+        ray.cloudpickle.unregister_pickle_by_value(request.module)

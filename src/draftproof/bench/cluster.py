@@ -6,7 +6,6 @@ the node they ran on. A node that dies loses only the pair it was decoding, whic
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -74,36 +73,18 @@ class Fleet:
     """The stations of a cluster; use as a context manager."""
 
     def __init__(self, place: OnRay, settings: StationSettings, warm_ids: Sequence[int]) -> None:
-        self._place, self._settings, self._warm = place, settings, warm_ids
-        self._stations: list[Any] = []
+        self._pool = nodes.Pool(
+            place.address, RemoteStation, place, settings, list(warm_ids), cannot="start its processes"
+        )
 
     def __enter__(self) -> Self:
-        ray = nodes.connect(self._place.address)
-        made = (self._place, self._settings, list(self._warm))
-        try:
-            self._stations = [
-                nodes.on_node(RemoteStation, node, *made) for node in ray.nodes() if node["Alive"]
-            ]
-            ray.get([station.ready.remote() for station in self._stations])
-        except ray.exceptions.RayError as error:
-            self._close()
-            raise UsageError(f"a Ray node could not start its processes: {nodes.reason(error)}") from error
+        self._pool.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        ray = nodes.import_ray()
-        for station in self._stations:
-            try:
-                ray.get(station.close.remote(), timeout=10)
-            except ray.exceptions.RayError:
-                ray.kill(station)
-        self._stations = []
-        ray.shutdown()
+        self._pool.__exit__(kind, error, trace)
 
     def run(self, items: Sequence[Item], announce: Announce) -> Iterator[tuple[Item, list[Decode]]]:
         """Every item once, as nodes finish them.
@@ -111,27 +92,16 @@ class Fleet:
         Raises:
             UsageError: a decode was refused, or no node is left.
         """
-        ray = nodes.import_ray()
-        waiting, free = deque(items), list(self._stations)
-        running: dict[Any, tuple[Item, Any]] = {}
-        while waiting or running:
-            while waiting and free:
-                item, station = waiting.popleft(), free.pop()
-                announce(item)
-                running[station.pair.remote(item.label, item.pair, item.prompt_ids)] = (item, station)
-            if not running:
-                raise UsageError(f"every Ray node is gone; {len(waiting)} pairs are left: resume the run")
-            (done,), _ = ray.wait(list(running), num_returns=1)
-            item, station = running.pop(done)
-            try:
-                decodes = ray.get(done)
-            except ray.exceptions.RayActorError:
-                waiting.appendleft(item)
-                self._stations.remove(station)
-                continue
-            except ray.exceptions.RayTaskError as error:
-                if not isinstance(error.cause, UsageError):
-                    raise  # a bug keeps its traceback
-                raise UsageError(f"{item.label}: {nodes.reason(error)}") from error
-            free.append(station)
-            yield item, decodes
+
+        def ask(station: Any, item: Item) -> Any:
+            announce(item)
+            return station.pair.remote(item.label, item.pair, item.prompt_ids)
+
+        num_done = 0
+        try:
+            for done in self._pool.run(items, ask, lambda item: item.label):
+                num_done += 1
+                yield done
+        except nodes.NoNodeLeftError as error:
+            left = len(items) - num_done
+            raise UsageError(f"every Ray node is gone; {left} pairs are left: resume the run") from error

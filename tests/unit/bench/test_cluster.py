@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -100,22 +100,6 @@ class Nodes:
     def rows(self, what: str) -> list[list[str]]:
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         return [words for line in lines if (words := line.split())[1] == what]
-
-
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    ray = pytest.importorskip("ray")
-    from ray.cluster_utils import Cluster  # noqa: PLC0415 - Ray is an extra
-
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    node = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args=node)
-    try:
-        cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
-        yield cluster.address
-    finally:
-        cluster.shutdown()
-        ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,21 +42,8 @@ class FakeWriter:
             raise UsageError("no space left")
         return Shard(number=job.number, rows=(), facts={"host": self._host, "count": job.count})
 
-
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    ray = pytest.importorskip("ray")
-    from ray.cluster_utils import Cluster  # noqa: PLC0415 - Ray is an extra
-
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    node = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args=node)
-    try:
-        cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
-        yield cluster.address
-    finally:
-        cluster.shutdown()
-        ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    def close(self) -> None:
+        pass
 
 
 @pytest.fixture
