@@ -33,13 +33,17 @@ def stderr() -> Console:
 @contextmanager
 def progress_line() -> Iterator[Report]:
     """A transient progress bar on stderr for (stage, done, total) reports."""
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False), BarColumn(bar_width=24),
+        TextColumn("{task.fields[count]}", markup=False), TimeElapsedColumn(),
+    )  # fmt: skip
     console = stderr()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("loading", total=None)
+        task = bar.add_task("loading", total=None, count="")
 
         def report(stage: str, done: int, total: int) -> None:
-            bar.update(task, description=stage, completed=done, total=total or None)
+            count = f"{done} of {total} done" if total else ""
+            bar.update(task, description=stage, completed=done, total=total or None, count=count)
 
         yield report
 

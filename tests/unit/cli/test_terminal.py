@@ -59,6 +59,7 @@ def test_progress_shows_any_stage_as_it_is(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert (stage in captured.err) == is_terminal
+    assert ("1 of 2 done" in captured.err) == is_terminal
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt()], ids=repr)
