@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,6 +79,30 @@ def test_a_message_of_several_lines_becomes_one(run: Run) -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), typer.Abort()], ids=repr)
 def test_an_interrupt_is_130_and_silent(error: BaseException, run: Run) -> None:
     assert run(raising(error)) == (130, "", "")
+
+
+def test_an_interrupt_that_a_library_made_another_error_is_130_and_silent(run: Run) -> None:
+    def action() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise RecursionError("as numpy's import does") from None
+
+    assert run(action) == (130, "", "")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_in_code_run_from_a_string_is_130_and_no_death_by_signal(tmp_path: Path) -> None:
+    """As in a dataclass of a library that is being imported; only under ``-m`` does Python die of it."""
+    (tmp_path / "interrupted.py").write_text(
+        "from draftproof import cli\n"
+        "cli.app = lambda **_: exec('import signal; signal.raise_signal(signal.SIGINT)')\n"
+        "cli.main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "interrupted"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_a_closed_pipe_is_141_and_silent(run: Run) -> None:
