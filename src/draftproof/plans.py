@@ -25,9 +25,8 @@ from draftproof.models.base import Target
 from draftproof.models.build import head_size_of
 from draftproof.models.catalog import cache_dir
 from draftproof.models.load import ARCHITECTURES
-from draftproof.ops.linear import LinearSpec
+from draftproof.ops.linear import MAX_ROWS, LinearSpec
 from draftproof.probe import (
-    MAX_ROWS,
     ClaimRequest,
     Progress,
     calibrate_margin,

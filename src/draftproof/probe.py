@@ -23,7 +23,7 @@ from draftproof.errors import OptionError
 from draftproof.models.base import Target
 from draftproof.ops.activation import gelu_gate, silu_gate
 from draftproof.ops.attention import attend_row
-from draftproof.ops.linear import LinearSpec, build_form, candidate_forms, reference
+from draftproof.ops.linear import MAX_ROWS, LinearSpec, build_form, candidate_forms, reference
 from draftproof.ops.norm import (
     rms_norm,
     rms_norm_reference,
@@ -33,7 +33,6 @@ from draftproof.ops.norm import (
 from draftproof.ops.rotary import rotate, rotate_reference, sign_first_half
 from draftproof.record import CostCurve, OpEvidence, Plan
 
-MAX_ROWS = 32
 CURVE_ROWS = (1, 2, 3, 5, 9, 17)
 CURVE_CONTEXTS = (64, 512, 1536)
 _SEEDS = 3

@@ -20,7 +20,7 @@ from draftproof.ops.gated_delta import (
     gated_norm_reference,
     gates,
 )
-from draftproof.probe import MAX_ROWS
+from draftproof.ops.linear import MAX_ROWS
 from draftproof.record import OpEvidence
 
 _EPS = 1e-6

@@ -18,8 +18,8 @@ from draftproof.clock import RealClock
 from draftproof.errors import ModelError
 from draftproof.machine import describe, fingerprint
 from draftproof.models.build import linear_specs
+from draftproof.ops.linear import MAX_ROWS
 from draftproof.plans import PlanRequest, PlanStore, ProbeShapes, generic_plan, plan_key
-from draftproof.probe import MAX_ROWS
 from draftproof.record import CostCurve, Plan
 from draftproof.testing import FakeClock, TableTarget
 from draftproof.wire import FORMAT_VERSION

@@ -20,9 +20,8 @@ from torch import Tensor
 from draftproof import probe
 from draftproof.clock import RealClock
 from draftproof.errors import OptionError
-from draftproof.ops.linear import LinearSpec, build_form
+from draftproof.ops.linear import MAX_ROWS, LinearSpec, build_form
 from draftproof.probe import (
-    MAX_ROWS,
     calibrate_margin,
     cancelling,
     make_plan,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftproof import probe_delta as module
 from draftproof.ops.gated_delta import FORMS, DeltaInput, conv_rows, delta_rows, gates_row_by_row
-from draftproof.probe import MAX_ROWS
+from draftproof.ops.linear import MAX_ROWS
 from draftproof.probe_delta import probe_delta
 from draftproof.record import OpEvidence
 

@@ -7,6 +7,7 @@ checks every shape, packs one layer's weights at a time and hands out nothing tw
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,10 +17,8 @@ from draftproof.errors import ModelFileError
 from draftproof.models.decoder import DecoderParts
 from draftproof.ops.experts import Experts
 from draftproof.ops.gated_delta import FORMS, DeltaForms
-from draftproof.ops.linear import LinearSpec, PlainLinear, RowLinear, build_form
+from draftproof.ops.linear import MAX_ROWS, LinearSpec, PlainLinear, RowLinear, build_form
 from draftproof.record import Plan
-
-_MOST_ROWS = 32
 
 
 class HeadBuilder(Protocol):
@@ -90,6 +89,18 @@ def rotary_table(
     return cos[0].to(device), sin[0].to(device)
 
 
+def full_rotary(
+    rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], build: Builder
+) -> Callable[[int], dict[str, tuple[Tensor, Tensor]]]:
+    """Tables by number of positions, of a stock module that all layers share, under the kind ``full``."""
+    probe = torch.empty(0, dtype=build.dtype)
+
+    def make(num_positions: int) -> dict[str, tuple[Tensor, Tensor]]:
+        return {"full": rotary_table(partial(rotary, probe), num_positions, build.device)}
+
+    return make
+
+
 class Builder:
     """Hands packed linears and norm weights to an architecture file.
 
@@ -118,7 +129,7 @@ class Builder:
 
     def _row_linear(self, op: str, parts_NK: Sequence[Tensor]) -> RowLinear:
         if self._is_apart and op not in {evidence.op for evidence in self._plan.ops}:
-            linear = RowLinear(PlainLinear(parts_NK), _MOST_ROWS)  # a draft's bits are nobody's business
+            linear = RowLinear(PlainLinear(parts_NK), MAX_ROWS)  # a draft's bits are nobody's business
         else:
             evidence = self._plan.form(op)
             weights = build_form(evidence.form, parts_NK)

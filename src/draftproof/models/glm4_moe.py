@@ -7,15 +7,13 @@ the generic target. A native head sits behind the last layer, as one more layer.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
 
 from draftproof.cache import LayerShape
-from draftproof.models.build import Builder, head_size_of, head_spec, rotary_table
+from draftproof.models.build import Builder, full_rotary, head_size_of, head_spec
 from draftproof.models.build import linear_specs as dense_specs
 from draftproof.models.decoder import DecoderParts, Step
 from draftproof.models.mtp import HeadMaker
@@ -89,11 +87,7 @@ def build(config: Any, build: Builder) -> DecoderParts:
     layers = tuple(Glm4MoeLayer(config, build, f"model.layers.{i}.", i) for i in range(num_layers))
     shape = LayerShape(num_groups=config.num_key_value_heads, head_size=head_size_of(config))
     norm, eps = build.vector("model.norm.weight"), config.rms_norm_eps
-    rotary = Glm4MoeRotaryEmbedding(config)
-
-    def make_rotary(num_positions: int) -> dict[str, tuple[Tensor, Tensor]]:
-        probe = torch.empty(0, dtype=build.dtype)
-        return {"full": rotary_table(partial(rotary, probe), num_positions, build.device)}
+    make_rotary = full_rotary(Glm4MoeRotaryEmbedding(config), build)
 
     make_head = HeadMaker(
         config=config, make_layer=lambda apart, prefix: Glm4MoeLayer(config, apart, prefix, 0),

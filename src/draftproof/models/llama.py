@@ -5,15 +5,13 @@ Source: ``transformers.models.llama.modeling_llama`` (5.24), whose order of oper
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftproof.cache import LayerShape
-from draftproof.models.build import Builder, head_size_of, rotary_table
+from draftproof.models.build import Builder, full_rotary, head_size_of
 from draftproof.models.decoder import DecoderParts, Step
 from draftproof.models.mtp import HeadMaker
 from draftproof.ops.activation import silu_gate
@@ -66,11 +64,7 @@ def build(config: Any, build: Builder) -> DecoderParts:
     )
     norm, eps = build.vector("model.norm.weight"), config.rms_norm_eps
     shape = LayerShape(num_groups=config.num_key_value_heads, head_size=head_size_of(config))
-    rotary = LlamaRotaryEmbedding(config)
-
-    def make_rotary(num_positions: int) -> dict[str, tuple[Tensor, Tensor]]:
-        probe = torch.empty(0, dtype=build.dtype)
-        return {"full": rotary_table(partial(rotary, probe), num_positions, build.device)}
+    make_rotary = full_rotary(LlamaRotaryEmbedding(config), build)
 
     make_head = HeadMaker(
         config=config, make_layer=lambda apart, prefix: LlamaLayer(config, apart, prefix, 0), shape=shape,

@@ -25,10 +25,8 @@ from draftproof.cache import KVCache, LayerShape
 from draftproof.errors import ModelFileError, RollbackError
 from draftproof.models.build import Builder
 from draftproof.models.decoder import Layer, PromptStep, RotaryTable, RowsStep, Step
-from draftproof.ops.linear import PlainLinear, RowLinear
+from draftproof.ops.linear import MAX_ROWS, PlainLinear, RowLinear
 from draftproof.ops.norm import rms_norm, rms_norm_shifted
-
-_MAX_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +151,7 @@ class NativeHead:
         """
         key = tuple(ids_W.tolist())
         if key not in self._shortlists:
-            self._shortlists[key] = RowLinear(PlainLinear([self.output.dense()[ids_W]]), _MAX_ROWS)
+            self._shortlists[key] = RowLinear(PlainLinear([self.output.dense()[ids_W]]), MAX_ROWS)
         return self._shortlists[key]
 
 

@@ -6,15 +6,13 @@ Source: ``transformers.models.qwen3.modeling_qwen3`` (5.24), whose order of oper
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from draftproof.cache import LayerShape
-from draftproof.models.build import Builder, head_size_of, rotary_table
+from draftproof.models.build import Builder, full_rotary, head_size_of
 from draftproof.models.decoder import DecoderParts, Step
 from draftproof.models.mtp import HeadMaker
 from draftproof.ops.activation import silu_gate
@@ -79,11 +77,7 @@ def build(config: Any, build: Builder) -> DecoderParts:
         )
         for kind in config.layer_types
     )  # fmt: skip
-    rotary = Qwen3RotaryEmbedding(config)
-
-    def make_rotary(num_positions: int) -> dict[str, tuple[Tensor, Tensor]]:
-        probe = torch.empty(0, dtype=build.dtype)
-        return {"full": rotary_table(partial(rotary, probe), num_positions, build.device)}
+    make_rotary = full_rotary(Qwen3RotaryEmbedding(config), build)
 
     make_head = HeadMaker(
         config=config, make_layer=lambda apart, prefix: Qwen3Layer(config, apart, prefix, 0),

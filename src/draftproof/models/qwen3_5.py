@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
 from draftproof.cache import LayerShape
-from draftproof.models.build import Builder, head_size_of, head_spec, rotary_table
+from draftproof.models.build import Builder, full_rotary, head_size_of, head_spec
 from draftproof.models.decoder import DecoderParts, Layer, Step
 from draftproof.models.mtp import HeadMaker
 from draftproof.ops.activation import silu_gate
@@ -214,11 +213,7 @@ def assemble(config: Any, build: Builder, feed_forward: MakeFeedForward) -> Deco
             layers.append(DeltaLayer(config, build, place))
             shapes.append(recurrent_shape(config))
     norm, eps = build.gamma("model.norm.weight"), config.rms_norm_eps
-    rotary = Qwen3_5TextRotaryEmbedding(config)
-
-    def make_rotary(num_positions: int) -> dict[str, tuple[Tensor, Tensor]]:
-        probe = torch.empty(0, dtype=build.dtype)
-        return {"full": rotary_table(partial(rotary, probe), num_positions, build.device)}
+    make_rotary = full_rotary(Qwen3_5TextRotaryEmbedding(config), build)
 
     def make_layer(apart: Builder, prefix: str) -> AttentionLayer:
         return AttentionLayer(config, apart, Place(prefix=prefix, index=0, feed_forward=feed_forward))

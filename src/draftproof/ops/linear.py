@@ -25,6 +25,8 @@ from torch import Tensor
 
 from draftproof.errors import OptionError
 
+MAX_ROWS = 32  # the most rows a verification has
+
 SPACINGS = (512, 1024, 256)
 
 
