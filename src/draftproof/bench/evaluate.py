@@ -25,8 +25,7 @@ from draftproof.bench.trial import Case, JudgedInput, Report, Trial
 from draftproof.bench.workloads.base import Inputs, Workload
 from draftproof.bench.workloads.build import build_workload
 from draftproof.clock import RealClock
-from draftproof.drafters.build import DRAFTERS
-from draftproof.drafters.shortlist import check_head
+from draftproof.drafters.build import check_head, check_name
 from draftproof.errors import OptionError, UsageError
 from draftproof.folder import SERIAL, STOCK, Evidence, write_run
 from draftproof.models.load import load_tokenizer, resolve
@@ -58,9 +57,8 @@ class Candidate:
     def __post_init__(self) -> None:
         if (self.transform is None) == (self.drafter is None):
             raise OptionError("give either a file with apply(workload) or a drafter")
-        if self.drafter is not None and self.drafter not in (*DRAFTERS, "none"):
-            raise OptionError(f"unknown drafter {self.drafter!r}; known: none, {', '.join(DRAFTERS)}")
-
+        if self.drafter is not None:
+            check_name(self.drafter)
         check_head(self.head, self.drafter or "")
 
     @property

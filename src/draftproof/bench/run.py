@@ -21,8 +21,7 @@ from draftproof.bench.prompts import BenchInput, build_prompt, diverse_inputs, r
 from draftproof.bench.provenance import provenance
 from draftproof.bench.station import Station, StationSettings
 from draftproof.clock import RealClock
-from draftproof.drafters.build import check_name
-from draftproof.drafters.shortlist import check_head
+from draftproof.drafters.build import check_head, check_name
 from draftproof.engine import Engine
 from draftproof.errors import EvidenceError, OptionError, PromptError, UsageError
 from draftproof.folder import (

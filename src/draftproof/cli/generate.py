@@ -23,7 +23,8 @@ def run(
     prompt = read_prompt(argument)
     request["depth"] = parse_depth(request["depth"])
     from draftproof import engine as engines
-    from draftproof.drafters.shortlist import check_head, read_shortlist
+    from draftproof.drafters.build import check_head
+    from draftproof.drafters.shortlist import read_shortlist
 
     if request.get("shortlist") is not None:
         request["shortlist"] = read_shortlist(request["shortlist"])

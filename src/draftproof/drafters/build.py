@@ -92,24 +92,39 @@ DRAFTERS: dict[str, Callable[[DrafterOptions], Drafter]] = {
 # Options that mean something to some drafters only.
 _SERVES = {
     "draft_model": ("draft_model", "auto"), "exit_layer": ("early_exit",), "shortlist": ("mtp", "auto"),
+    "head": ("mtp", "auto"),
 }  # fmt: skip
 
 
 def check_name(name: str) -> None:
     """Refuse a drafter that no table and no entry point knows; raises ``OptionError`` naming the known."""
     if name not in (*DRAFTERS, "none") and name not in entry_points(group="draftproof.drafters").names:
-        raise OptionError(f"unknown drafter {name!r}; known: none, {', '.join(sorted(DRAFTERS))}")
+        raise _unknown(name)
+
+
+def check_head(head: str | None, drafter: str) -> None:
+    """Refuse a head folder that the drafter would not use; raises ``OptionError``."""
+    if head is not None:
+        _check_serves("head", drafter)
+
+
+def _check_serves(option: str, drafter: str) -> None:
+    users = _SERVES[option]
+    if drafter not in users:
+        flag = option.replace("_", "-")
+        raise OptionError(f"--{flag} does nothing with drafter {drafter!r}; it is for {' and '.join(users)}")
+
+
+def _unknown(name: str) -> OptionError:
+    return OptionError(f"unknown drafter {name!r}; known: none, {', '.join(sorted(DRAFTERS))}")
 
 
 def build_drafter(name: str, options: DrafterOptions) -> Drafter:
     """The drafter called ``name``; ``OptionError`` for an unknown one or an option it has no use for."""
     if name in DRAFTERS:
-        for option, users in _SERVES.items():
-            if getattr(options, option) is not None and name not in users:
-                flag = option.replace("_", "-")
-                raise OptionError(
-                    f"--{flag} does nothing with drafter {name!r}; it is for {' and '.join(users)}"
-                )
+        for option in _SERVES:
+            if getattr(options, option, None) is not None:  # a head is the target's, and checked before
+                _check_serves(option, name)
         if options.shortlist is not None:
             head_of(options.target)
         return DRAFTERS[name](options)
@@ -117,4 +132,4 @@ def build_drafter(name: str, options: DrafterOptions) -> Drafter:
         if point.name == name:
             made: Drafter = point.load()(options)
             return made
-    raise OptionError(f"unknown drafter {name!r}; known: none, {', '.join(sorted(DRAFTERS))}")
+    raise _unknown(name)

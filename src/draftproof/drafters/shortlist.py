@@ -14,12 +14,6 @@ from pathlib import Path
 from draftproof.errors import OptionError
 
 
-def check_head(head: str | None, drafter: str) -> None:
-    """Refuse a head folder that the drafter would not use."""
-    if head is not None and drafter not in ("mtp", "auto"):
-        raise OptionError(f"--head does nothing with drafter {drafter!r}; it is for mtp and auto")
-
-
 def read_shortlist(path: Path) -> tuple[int, ...]:
     """The ids in a file: a JSON list, or one id a line.
 

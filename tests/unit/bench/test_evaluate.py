@@ -80,7 +80,7 @@ def test_a_candidate_is_a_file_or_a_drafter(tmp_path: Path) -> None:
     for both in ({}, {"transform": tmp_path, "drafter": "lookup"}):
         with pytest.raises(OptionError, match="give either a file with apply"):
             Candidate(**both)  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="unknown drafter 'luck'; known: none, lookup"):
+    with pytest.raises(OptionError, match="unknown drafter 'luck'; known: none, auto"):
         Candidate(drafter="luck")
     assert Candidate(drafter="lookup").read() is None
 

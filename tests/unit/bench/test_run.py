@@ -366,6 +366,12 @@ class TestRefusals:
     def test_the_serial_arm_is_no_drafter(self) -> None:
         with pytest.raises(OptionError, match="serial arm"):
             BenchSettings(model="x", drafter="none")
+        with pytest.raises(OptionError, match="unknown drafter 'psychic'; known: none, auto"):
+            BenchSettings(model="x", drafter="psychic")
+        with pytest.raises(
+            OptionError, match="--head does nothing with drafter 'lookup'; it is for mtp and auto"
+        ):
+            BenchSettings(model="x", drafter="lookup", head="folder")
 
     def test_a_depth_that_is_none(self) -> None:
         with pytest.raises(OptionError, match="a number or 'auto', got 'deep'"):
