@@ -126,6 +126,13 @@ def doctor(
     from draftproof.cli import plan_only as planning
 
     if plan_only:
+        given = {
+            "--device": device != "cpu", "--claim": claim != "auto", "--threads": threads is not None,
+            "--refresh": refresh,
+        }  # fmt: skip
+        if any(given.values()):
+            flags = ", ".join(flag for flag, is_given in given.items() if is_given)
+            raise typer.BadParameter(f"--plan-only runs nothing, so it has no use for {flags}")
         planning.run(model, dtype, context, json_output=json_output)
         return
     if context is not None:
@@ -344,7 +351,7 @@ def corpus(
     threads: Threads = None,
     json_output: Json = False,
 ) -> None:
-    """Let the target answer varied prompts: exact batches, filtered, split by prompt, in hashed shards."""
+    """Let the target answer varied prompts: batched, filtered, split by prompt, in hashed shards."""
     from draftproof.cli import head as command
 
     settings = {

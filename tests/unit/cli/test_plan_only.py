@@ -224,6 +224,8 @@ def test_unusable_folders(damage: Callable[[Path], None], words: str, doctor: Do
         (["--model", "xyzzy"], "no model folder 'xyzzy'"),
         (["--dtype", "int8"], "unknown dtype 'int8'"),
         (["--context", "-1"], "context must be 0 or more"),
+        (["--refresh", "--threads", "2"], "no use for --threads, --refresh"),
+        (["--device", "cuda", "--claim", "bitwise"], "no use for --device, --claim"),
     ],
 )
 def test_unusable_options(
