@@ -360,8 +360,9 @@ class DecoderSession:
             states = self.recurrent.begin(num_rows) if self.recurrent is not None else None
             rotary = {kind: table.rows(start, num_rows) for kind, table in self._tables.items()}
             h_TD = self._run(token_ids, RowsStep(rows, rotary, states))
+            logits_TV = self._parts.head.rows(h_TD)
             self.hidden.append(h_TD)
-            return self._parts.head.rows(h_TD)
+            return logits_TV
         except BaseException:
             self.cache.rollback(start)
             if self.recurrent is not None:

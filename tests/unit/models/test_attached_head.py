@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+import draftproof
 from draftproof.decode import Decoding, plain_decode, speculate
 from draftproof.depth import FixedDepth
 from draftproof.drafters.mtp import MtpDrafter, head_of
@@ -140,3 +142,19 @@ def test_a_target_that_builds_no_heads(tiny_target: Callable[..., Any], tmp_path
     bare = DecoderTarget(replace(target.parts, make_head=None), 8)
     with pytest.raises(DrafterError, match="no head can be attached to 'llama'"):
         attach_head(bare, tmp_path, plan_of(target))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_the_engine_loads_it_from_its_folder(
+    kind: str, tiny_folder: Callable[..., Path], saved: Callable[..., Path]
+) -> None:
+    model = tiny_folder(kind, torch.float32)
+    folder = saved(head_tensors(model))
+    load = partial(draftproof.load, str(model), dtype="float32")
+    engine = load(head=str(folder))
+    plain = engine.decode(PROMPT, max_new_tokens=16, drafter="none")
+    trace = engine.decode(PROMPT, max_new_tokens=16, drafter="mtp", depth=2)
+    assert trace.token_ids == plain.token_ids
+    assert sum(r.num_drafted for r in trace.rounds) > 10
+    with pytest.raises(DrafterError, match="no head folder"):
+        load(head=str(folder / "gone"))

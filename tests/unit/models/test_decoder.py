@@ -118,6 +118,28 @@ def test_a_verification_that_fails_leaves_no_rows(found: Any) -> None:
     assert torch.equal(one_by_one(session, MORE), want)
 
 
+def test_an_output_layer_that_fails_leaves_no_hidden_rows(found: Any) -> None:
+    parts, session = found.target.parts, found.target.open(64)
+    session.hidden.keep()
+    session.prefill(PROMPT)
+    session.hidden.take()
+
+    class Broken:
+        def rows(self, _: Tensor) -> Tensor:
+            raise MemoryError
+
+    head = parts.head
+    object.__setattr__(parts, "head", Broken())
+    try:
+        with pytest.raises(MemoryError):
+            session.verify(MORE[:4])
+    finally:
+        object.__setattr__(parts, "head", head)
+    session.verify(MORE[:2])
+    session.commit(2)
+    assert len(session.hidden.take()) == 2
+
+
 def test_what_does_not_fit_is_refused_and_changes_nothing(found: Any) -> None:
     session, roomy = found.target.open(len(PROMPT) + 4), found.target.open(64)
     session.prefill(PROMPT)
