@@ -28,6 +28,7 @@ from draftproof.machine import describe
 from draftproof.models.load import DTYPES, load_tokenizer
 from draftproof.models.stock import StockModel, eos_ids
 from draftproof.models.weights import identity
+from draftproof.stats import first_difference
 from draftproof.wire import canonical, encode
 
 Progress = Callable[[int, int], None]
@@ -254,14 +255,6 @@ class ShardWriter:
         making.num_alone += len(alone)
         making.compared.append(row.index)
         batched = row.ids[row.prompt_length :]
-        if alone != batched:
-            same = len(_common(alone, batched))
+        same = first_difference(alone, batched)
+        if same is not None:
             making.differences.append({"index": row.index, "from_token": same, "of": len(batched)})
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> list[int]:
-    """What both begin with."""
-    end = next(
-        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-    )
-    return list(one[:end])
