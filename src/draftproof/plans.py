@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from draftproof.clock import Clock, RealClock
 from draftproof.errors import EvidenceError, ModelError, StorageError
@@ -252,6 +253,7 @@ def _probe_as_child(order: dict[str, Any]) -> None:
         sys.stdout.write(json.dumps([stage, done, total]) + "\n")
         sys.stdout.flush()
 
+    logging.set_verbosity_error()  # its advice is for those who run the model; whoever asked has silenced it
     torch.set_num_threads(order["threads"])
     store = PlanStore(torch.device(order["device"]), RealClock(), refresh=order["refresh"])
     try:
