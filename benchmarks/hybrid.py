@@ -20,8 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from rich.progress import track
+from scipy.stats import bootstrap
 from torch import Tensor
 
 from draftproof import engine as engines
@@ -225,9 +227,16 @@ def acceptance(bench: Bench, num_new: int) -> int:
             rounds = bench.drafted(make, text[:40], 1, num_new, target)[1:]
             drafted = sum(r.num_drafted for r in rounds)
             rates[name].append(sum(r.num_accepted for r in rounds) / drafted)
+    built = next(iter(rates.values()))
     for name, found in rates.items():
         spread = f"{min(found):.3f}-{max(found):.3f}"
         sys.stdout.write(f"{statistics.fmean(found):.3f} ({spread} over {len(found)} texts)  {name}\n")
+        if found is not built:
+            worse = [a - b for a, b in zip(built, found, strict=True)]
+            low, high = bootstrap((worse,), np.mean, method="percentile", rng=0).confidence_interval
+            sys.stdout.write(
+                f"    worse by {statistics.fmean(worse):.3f}, 95 % {low:.3f} to {high:.3f}, paired\n"
+            )
     means = [statistics.fmean(found) for found in rates.values()]
     return int(means[0] != max(means))
 
