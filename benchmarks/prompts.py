@@ -42,7 +42,7 @@ def suite() -> list[dict[str, str]]:
 
 
 def row(name: str, items: Iterable[dict[str, Any]]) -> str:
-    """One row of the table: medians over inputs, and the range of their speedups."""
+    """One row of the table: medians over inputs, and the widest reach of their 95 % intervals."""
     shown = [item for item in items if item["speedup"] is not None]
     if not shown:
         return f"| {name} | withheld | | | |"
@@ -89,7 +89,7 @@ def main() -> int:
     by_label = {item["label"]: item for item in results["inputs"]}
     sys.stdout.write(f"{json.dumps(results['verdict'])}\nflags: {results['flags']}\n")
     sys.stdout.write(
-        "| prompt | against stock | range | drafts accepted | tokens a forward |\n|---|---|---|---|---|\n"
+        "| prompt | against stock | 95 %, widest | accepted | tokens a forward |\n|---|---|---|---|---|\n"
     )
     for name, items in (
         ("a repeated paragraph", [by_label.pop(REPEATED)]), ("the main prompt", [by_label.pop(MAIN)]),

@@ -409,7 +409,7 @@ class Training:
         for parameter in self.head.parameters():
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=self.config.initializer_range)
-        # A large model's final norm is uneven; a flat one would hide a head that is fed rows from before it.
+        # A flat final norm stays flat, and hides a head that is fed the rows from before it.
         nn.init.normal_(self.model.model.norm.weight, std=0.5)
         self._work = work
 
@@ -667,9 +667,8 @@ row); the corpus was written by two processes (`--part 1/2 --threads 1`, `--part
 shared cores. Other machines and thread counts compute other bits, so another run makes a model like this one,
 not this one.
 
-The final norm starts from uneven factors, as large models have and a small one does not come to by itself:
-with a flat norm a head that is wrongly fed the rows from before it drafts as well as one that is fed right.
-
+The final norm starts from uneven factors: started flat it stayed flat (an earlier checkpoint of this recipe),
+and a head wrongly fed the rows from before it then drafted exactly as well as one that is fed right.
 
 - **Size** {parameters:,} parameters and {head_parameters:,} in the head; vocabulary 2048 (byte-level,
   learnt on the same text); stored in bf16.
