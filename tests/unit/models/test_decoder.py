@@ -119,10 +119,11 @@ def test_a_verification_that_fails_leaves_no_rows(found: Any) -> None:
 
 
 def test_an_output_layer_that_fails_leaves_no_hidden_rows(found: Any) -> None:
-    parts, session = found.target.parts, found.target.open(64)
-    session.hidden.keep()
-    session.prefill(PROMPT)
-    session.hidden.take()
+    parts, sessions = found.target.parts, [found.target.open(64) for _ in range(2)]
+    for session in sessions:
+        session.hidden.keep()
+        session.prefill(PROMPT)
+        session.hidden.take()
 
     class Broken:
         def rows(self, _: Tensor) -> Tensor:
@@ -132,12 +133,13 @@ def test_an_output_layer_that_fails_leaves_no_hidden_rows(found: Any) -> None:
     object.__setattr__(parts, "head", Broken())
     try:
         with pytest.raises(MemoryError):
-            session.verify(MORE[:4])
+            sessions[0].verify(MORE[1:5])  # other tokens than those that follow
     finally:
         object.__setattr__(parts, "head", head)
-    session.verify(MORE[:2])
-    session.commit(2)
-    assert len(session.hidden.take()) == 2
+    for session in sessions:
+        session.verify(MORE[:2])
+        session.commit(2)
+    assert torch.equal(sessions[0].hidden.take(), sessions[1].hidden.take())
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(found: Any) -> None:
