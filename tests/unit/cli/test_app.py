@@ -156,9 +156,20 @@ class TestDoctor:
     def test_plan_only(self, invoke: Invoke, seen: dict[str, Any]) -> None:
         assert invoke("doctor", "--plan-only") == (0, "")
         assert seen["plan_only.run"] == ((DEFAULT_MODEL, None, None), {"json_output": False})
-        invoke("doctor", "--plan-only", *LOAD_ARGUMENTS, "--context", "0", "--json")
+        invoke("doctor", "--model", "m", "--dtype", "float32", "--plan-only", "--context", "0", "--json")
         assert seen["plan_only.run"] == (("m", "float32", 0), {"json_output": True})
         assert "doctor.run" not in seen
+
+    @pytest.mark.parametrize(
+        "option", [("--refresh",), ("--device", "cuda"), ("--claim", "guarded"), ("--threads", "2")]
+    )
+    def test_plan_only_refuses_what_it_has_no_use_for(
+        self, option: tuple[str, ...], invoke: Invoke, seen: dict[str, Any]
+    ) -> None:
+        code, output = invoke("doctor", "--plan-only", *option)
+        assert code == 2
+        assert option[0] in output
+        assert seen == {"code": 0}
 
     def test_a_context_goes_with_plan_only(self, invoke: Invoke, seen: dict[str, Any]) -> None:
         code, output = invoke("doctor", "--context", "0")

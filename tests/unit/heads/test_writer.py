@@ -170,10 +170,3 @@ def test_the_fingerprint_sees_what_decides_texts() -> None:
     assert same.fingerprint() == SETTINGS.fingerprint()
     others = [replace(SETTINGS, seed=4), replace(SETTINGS, evaluation={"a": "b"}), replace(SETTINGS, batch=8)]
     assert len({made.fingerprint() for made in (SETTINGS, *others)}) == 4
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "same"), [((1, 2, 3), (1, 2, 4), 2), ((1, 2), (1, 2, 3), 2), ((), (1,), 0)]
-)
-def test_what_two_begin_with(one: tuple[int, ...], other: tuple[int, ...], same: int) -> None:
-    assert len(writers._common(one, other)) == same
