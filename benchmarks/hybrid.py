@@ -4,8 +4,9 @@
     python benchmarks/hybrid.py acceptance  depth-1 acceptance of the head, and of the head fed wrongly
     python benchmarks/hybrid.py rollback    share of a round spent on states and on taking rows back
 
-``--model`` is a folder with a head and ``held_out.jsonl``, by default the trained one of the tests. Exit code
-1 where a token differs, where a wrong choice wins, or where rolling back takes 3 % of a round or more.
+``--model`` is a folder with a head and ``held_out.jsonl``, by default the trained one of the tests; with
+``--prompts``, requests the recipe kept out of its training take the place of that file's texts. Exit code 1
+where a token differs, where a wrong choice wins, or where rolling back takes 3 % of a round or more.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 from rich.progress import track
 from scipy.stats import bootstrap
+from small_hybrid import all_prompts, is_held_out
 from torch import Tensor
 
 from draftproof import engine as engines
@@ -303,10 +305,15 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--texts", type=int, default=32)
+    parser.add_argument("--prompts", type=int, help="so many held-out requests of the recipe, without texts")
     options = parser.parse_args()
     engine = engines.load(str(options.model), dtype=options.dtype)
-    lines = (options.model / "held_out.jsonl").read_text().splitlines()[: options.texts]
-    texts = [held_out(engine, json.loads(line)) for line in lines]
+    if options.prompts:
+        unseen = [prompt for prompt in all_prompts() if is_held_out(prompt)][: options.prompts]
+        texts = [list(engine.encode(prompt)) for prompt in unseen]
+    else:
+        lines = (options.model / "held_out.jsonl").read_text().splitlines()[: options.texts]
+        texts = [held_out(engine, json.loads(line)) for line in lines]
     stock = StockModel(engine.folder, DTYPES[options.dtype], torch.device("cpu"))
     run = {"tokens": tokens, "acceptance": acceptance, "rollback": rollback}[options.what]
     return run(Bench(engine, stock, texts), options.new_tokens)
