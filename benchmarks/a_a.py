@@ -1,6 +1,6 @@
 """Stock against itself, again and again: how often the harness sees a gain or a label that is not there.
 
-    python benchmarks/a_a.py [--repeats 20] [--labels news --labels code ...] [--pairs 5] [--new-tokens 24]
+    python benchmarks/a_a.py [--repeats 20] [--labels news --labels code ...] [--pairs 6] [--new-tokens 24]
 
 Every repetition is a whole ``bench --drafter stock``. Right is: no ``data_dependent`` label, and the interval
 of the whole over inputs holds 1.0. A repetition the harness voids (too noisy, a drifted baseline) shows no
@@ -43,9 +43,9 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--labels", action="append")
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--new-tokens", type=int, default=24)
-    parser.add_argument("--prompt-len", type=int, default=96)
+    parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--out", type=Path, default=Path("runs") / time.strftime("a-a-%Y%m%d-%H%M%S"))
     options = parser.parse_args()
     if options.labels is not None and len(options.labels) < _FEWEST_INPUTS:

@@ -1,6 +1,6 @@
 """Why the prompt matters: prompt lookup on a repeated paragraph, on the main prompt and on the diverse set.
 
-    python benchmarks/prompts.py [--pairs 5] [--new-tokens 128] [--prompt-len 512] [--out runs/prompts]
+    python benchmarks/prompts.py [--pairs 6] [--new-tokens 128] [--prompt-len 512] [--out runs/prompts]
 
 One ``bench`` of one drafter over fourteen inputs, interleaved pairs as always: a paragraph of the packaged
 news text repeated until it fills the prompt, with the request to repeat it once more; the main prompt of
@@ -64,7 +64,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--drafter", default="lookup")
     parser.add_argument("--depth", default="auto")
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--prompt-len", type=int, default=512)
     parser.add_argument("--out", type=Path, default=Path("runs") / time.strftime("prompts-%Y%m%d-%H%M%S"))

@@ -58,7 +58,7 @@ class BenchSettings:
     depth: int | str = "auto"
     suite: str = "diverse"
     labels: tuple[str, ...] = ()
-    pairs: int = 5
+    pairs: int = 6
     max_new_tokens: int = 256
     prompt_len: int = 512
     stop: str = "natural"

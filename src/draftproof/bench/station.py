@@ -59,12 +59,12 @@ class Station:
             judged = Arm(name=settings.arm, worker=own, drafter=settings.drafter, depth=settings.depth)
             self.machine = decode(Machine, own.machine)
             self._arms = (Arm(name=STOCK, worker=stock), *((serial,) if is_engine else ()), judged)
+            warming = Stopwatch(clock=self._watch.clock, options=_shortened(settings.options))
             for arm in self._arms:
-                self._watch.time(arm, "warm-up", 0, self._warm, _WARM_TOKENS)
+                warming.time(arm, "warm-up", 0, self._warm, _WARM_TOKENS)
         except BaseException:
             self._close()
             raise
-        self._watch.num_legs = 0
         return self
 
     def _open(self, kind: str) -> Worker:
@@ -85,3 +85,11 @@ class Station:
     def pair(self, label: str, pair: int, prompt_ids: Sequence[int]) -> list[Decode]:
         """One leg of every arm, interleaved; never split between machines."""
         return self._watch.pair(self._arms, label, pair, prompt_ids, self._settings.max_new_tokens)
+
+
+def _shortened(options: dict[str, Any]) -> dict[str, Any]:
+    """``generate``'s options where no more than the warm-up's tokens can be asked for."""
+    return {
+        name: min(value, _WARM_TOKENS) if name == "min_new_tokens" else value
+        for name, value in options.items()
+    }

@@ -151,7 +151,7 @@ def bench(
     depth: Depth = "auto",
     suite: Annotated[str, typer.Option(help="diverse, or a JSON-lines file of prompts.")] = "diverse",
     labels: Annotated[list[str] | None, typer.Option(help="Only these inputs; repeat for several.")] = None,
-    pairs: Annotated[int, typer.Option(help="Interleaved pairs an input.")] = 5,
+    pairs: Annotated[int, typer.Option(help="Interleaved pairs an input.")] = 6,
     max_new_tokens: MaxNew = 256,
     prompt_len: Annotated[int, typer.Option(help="Prompt tokens an input.")] = 512,
     stop: Annotated[

@@ -292,6 +292,23 @@ def test_the_order_of_the_arms_alternates_and_the_judged_one_begins() -> None:
     assert watch.num_legs == 12
 
 
+@pytest.mark.parametrize("num_pairs", [1, 3, 5, 6])
+def test_neither_arm_begins_more_often_over_two_inputs(num_pairs: int) -> None:
+    """Where an input's pairs are odd, the next input makes up for it; the judged arm still sees it first."""
+    _, _, three = arms()
+    watch = Stopwatch(clock=FakeClock())
+    decoded = [
+        [timed.leg for timed in watch.pair(three, label, number, [len(label), 1], 4)]
+        for label in ("x", "xy")
+        for number in range(num_pairs)
+    ]
+    begins = [next(leg.arm for leg in legs if leg.arm != "serial") for legs in decoded]
+    assert begins.count("auto") == begins.count("stock") == num_pairs
+    for legs in decoded:
+        (judged,) = (leg for leg in legs if leg.arm == "auto")
+        assert judged.is_first_seen == (judged.pair == 0)
+
+
 def test_first_seen_is_by_process_and_prompt() -> None:
     """The engine's two arms share a process: what one has decoded the other may have kept."""
     _, _, three = arms()

@@ -183,7 +183,7 @@ class TestBench:
         assert invoke("bench") == (0, "")
         settings = {
             "model": DEFAULT_MODEL, "drafter": "auto", "depth": "auto", "suite": "diverse", "labels": (),
-            "pairs": 5, "max_new_tokens": 256, "prompt_len": 512, "stop": "natural", "chat": None,
+            "pairs": 6, "max_new_tokens": 256, "prompt_len": 512, "stop": "natural", "chat": None,
             "dtype": "bfloat16", "device": "cpu", "claim": "auto", "threads": None, "draft_model": None,
             "exit_layer": None, "head": None, "shortlist": None,
         }  # fmt: skip
