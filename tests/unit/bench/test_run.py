@@ -280,7 +280,7 @@ class TestMeasuring:
         self, stop: str, options: dict[str, Any], bench: Bench
     ) -> None:
         bench(stop=stop, pairs=1)
-        warm = {name: 8 for name in options}  # no more can be asked of a warm-up
+        warm = dict.fromkeys(options, 8)  # no more can be asked of a warm-up
         assert [r["options"] for _, r in bench.workers.requests] == [warm] * 3 + [options] * 9
         assert bench.evidence.request["stop"] == stop
 
