@@ -50,7 +50,7 @@ def train(
     threads: Threads = None,
     json_output: Json = False,
 ) -> None:
-    """Train a draft head on the target's own answers, watching acceptance; torchrun runs several processes."""
+    """Train a draft head on the target's own answers, watching its acceptance; torchrun runs several."""
     from draftproof.cli import head_train as command
 
     settings = {

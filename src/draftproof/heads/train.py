@@ -87,7 +87,7 @@ def _train(
     facts = {
         "model": settings.model, "model_type": config.model_type, "weights": identity(folder),
         "dtype": settings.dtype, "start": start, "depth": settings.depth, "loss": settings.loss,
-        "num_parameters": num_parameters,
+        "num_parameters": num_parameters, "target_sha256": target.sha256(),
     }  # fmt: skip
     scene = Scene(
         place=place, report=report, team=team, target=target, head=head.to(device), examples=examples,

@@ -77,7 +77,7 @@ class Scene:
         target: the frozen teacher.
         head: what is trained, on the target's device.
         examples: rows by split, ``train`` and ``held_out``.
-        facts: of the head, kept with every checkpoint.
+        facts: of the head, kept with every checkpoint; ``target_sha256`` is compared again at the end.
     """
 
     place: TrainFolder
@@ -122,19 +122,19 @@ class Run:
 
     def go(self, state: State | None) -> dict[str, Any]:
         """Train to the end or to Ctrl-C; the summary, with ``status``."""
-        before, step = self._scene.target.sha256(), 0
+        step = 0
         if state is not None:
             restore(state, self._parts, self._optimizer)
             step, self._history, self._tally = state.step, list(state.history), dict(state.tally)
         if self._scene.team.is_first:
             self._scene.place.drop_after(step)
-            self._scene.place.write_manifest("partial", self._summary(step, before))
+            self._scene.place.write_manifest("partial", self._summary(step))
         if state is None:
             self._look(step)
         step, status = self._steps(step)
-        if self._scene.target.sha256() != before:
+        if self._scene.target.sha256() != self._scene.facts["target_sha256"]:
             raise EvidenceError("the target's weights changed during training")
-        summary = self._summary(step, before)
+        summary = self._summary(step)
         if self._scene.team.is_first:
             self._scene.place.write_manifest(status, summary)
         return {**summary, "status": status}
@@ -229,12 +229,12 @@ class Run:
         ))  # fmt: skip
         self._scene.place.write_page(render_training(self._scene.facts, self._history))
 
-    def _summary(self, step: int, target_sha256: str) -> dict[str, Any]:
+    def _summary(self, step: int) -> dict[str, Any]:
         kept = [row for row in self._history if row["step"]]
         best = max(kept, key=lambda row: row["held_out"]["acceptance_length"], default=None)
         return {
             **self._scene.facts, "out": str(self._scene.place.out), "step": step, "num_steps": self.num_steps,
-            "target_sha256": target_sha256, "best_step": None if best is None else best["step"],
+            "best_step": None if best is None else best["step"],
             "num_rows": {name: len(rows) for name, rows in self._scene.examples.items()},
             "num_sample_rows": {name: len(rows) for name, rows in self._samples.items()},
             "history": self._history,

@@ -85,7 +85,17 @@ def join(device: torch.device) -> Team:
 
 
 def own_device(device: str) -> torch.device:
-    """The device of this process: with ``cuda``, the GPU of its number on this machine."""
-    if device == "cuda" and "LOCAL_RANK" in os.environ:
-        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    return torch.device(device)
+    """The device of this process: with ``cuda``, the GPU of its number on this machine.
+
+    Raises:
+        OptionError: there is no such device here.
+    """
+    try:
+        if device == "cuda" and "LOCAL_RANK" in os.environ:
+            return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        made = torch.device(device)
+    except RuntimeError as error:
+        raise OptionError(f"unknown device {device!r}: try cpu or cuda") from error
+    if made.type == "cuda" and not torch.cuda.is_available():
+        raise OptionError(f"no device {device!r}: torch sees no GPU here")
+    return made

@@ -203,10 +203,14 @@ class TestCheck:
         assert set(FAMILIES) == {"llama", "qwen3", "gemma3_text", "glm4_moe", "qwen3_5_text"}
 
     def test_other_models_are_refused(self, tiny_folder: Callable[..., Path]) -> None:
-        with pytest.raises(ArchitectureError, match=r"heads are trained for .*llama.*, not for model type 'gpt2'"):
+        with pytest.raises(
+            ArchitectureError, match=r"heads are trained for .*llama.*, not for model type 'gpt2'"
+        ):
             check_target(read_config(tiny_folder("gpt2", FP32)))
         biased = tiny_folder("llama", FP32, attention_bias=True)
-        with pytest.raises(OptionError, match="no head can be attached to this model: biases in linear layers"):
+        with pytest.raises(
+            OptionError, match="no head can be attached to this model: biases in linear layers"
+        ):
             check_target(read_config(biased))
 
 
