@@ -16,7 +16,8 @@ from torch import Tensor
 
 Loss = Literal["kl", "tv", "argmax"]
 LOSSES: tuple[str, ...] = get_args(Loss)
-_MOST_LOGITS = 1 << 24
+# Of a chunk. On a CPU larger tensors are mapped anew each time, and their page faults cost.
+_MOST_LOGITS, _MOST_LOGITS_GPU = 1 << 22, 1 << 26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +29,28 @@ class Compared:
     best_N: Tensor
 
 
-def divergence(student_NV: Tensor, teacher_NV: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """The target's distribution of some positions: probabilities, their negative entropy, likeliest ids."""
+
+    p_NV: Tensor
+    information_N: Tensor
+    best_N: Tensor
+
+    @classmethod
+    def of(cls, teacher_NV: Tensor) -> Goal:
+        """From logits in fp32."""
+        log_p_NV = teacher_NV.log_softmax(-1)
+        p_NV = log_p_NV.exp()
+        return cls(p_NV=p_NV, information_N=torch.linalg.vecdot(p_NV, log_p_NV), best_N=teacher_NV.argmax(-1))
+
+
+def divergence(student_NV: Tensor, goal: Goal, loss: Loss) -> tuple[Tensor, Tensor]:
     """Loss of every row, ``[N]`` in nats (total variation: from 0 to 1), and its gradient by ``student_NV``.
 
     Args:
         student_NV: logits of the head, fp32.
-        teacher_NV: logits of the target, fp32.
+        goal: what the target has there.
         loss: ``kl``, Kullback-Leibler divergence from the target's distribution to the head's; ``tv``, their
             total variation, which is one minus the acceptance of exact speculative sampling (Leviathan et al.
             2023, arXiv 2211.17192, theorem 3.5); ``argmax``, cross entropy with the target's most likely id.
@@ -41,17 +58,17 @@ def divergence(student_NV: Tensor, teacher_NV: Tensor, loss: Loss) -> tuple[Tens
     log_q_NV = student_NV.log_softmax(-1)
     q_NV = log_q_NV.exp()
     if loss == "argmax":
-        best_N = teacher_NV.argmax(-1)
-        value_N = F.nll_loss(log_q_NV, best_N, reduction="none")
-        q_NV.scatter_add_(-1, best_N[:, None], torch.full_like(q_NV[:, :1], -1.0))
-        return value_N, q_NV
-    log_p_NV = teacher_NV.log_softmax(-1)
-    p_NV = log_p_NV.exp()
+        best_N1 = goal.best_N[:, None]
+        return -log_q_NV.gather(-1, best_N1)[:, 0], q_NV.scatter_add_(
+            -1, best_N1, -torch.ones_like(q_NV[:, :1])
+        )
     if loss == "kl":
-        return (p_NV * (log_p_NV - log_q_NV)).sum(-1), q_NV - p_NV
-    slope_NV = 0.5 * (q_NV - p_NV).sign()
-    gradient_NV = q_NV * (slope_NV - (q_NV * slope_NV).sum(-1, keepdim=True))
-    return 0.5 * (p_NV - q_NV).abs().sum(-1), gradient_NV
+        value_N = goal.information_N - torch.linalg.vecdot(goal.p_NV, log_q_NV)
+        return value_N, q_NV.sub_(goal.p_NV)
+    apart_NV = q_NV - goal.p_NV
+    slope_NV = 0.5 * apart_NV.sign()
+    gradient_NV = q_NV * (slope_NV - torch.linalg.vecdot(q_NV, slope_NV)[:, None])
+    return 0.5 * apart_NV.abs().sum(-1), gradient_NV
 
 
 def _logits(rows_ND: Tensor, output_VD: Tensor) -> Tensor:
@@ -60,7 +77,8 @@ def _logits(rows_ND: Tensor, output_VD: Tensor) -> Tensor:
 
 
 def _chunks(num_rows: int, output_VD: Tensor) -> list[slice]:
-    size = max(_MOST_LOGITS // len(output_VD), 1)
+    most = _MOST_LOGITS if output_VD.device.type == "cpu" else _MOST_LOGITS_GPU
+    size = max(most // len(output_VD), 1)
     return [slice(start, start + size) for start in range(0, num_rows, size)]
 
 
@@ -74,9 +92,9 @@ class _Distil(torch.autograd.Function):
         gradient_KND = torch.empty_like(rows_KND)
         loss_KN = torch.zeros_like(weight_KN)
         for span in _chunks(len(goal_ND), output_VD):
-            teacher_NV = _logits(goal_ND[span], output_VD)
+            goal = Goal.of(_logits(goal_ND[span], output_VD))
             for step, rows_ND in enumerate(rows_KND[:, span]):
-                value_N, by_logits_NV = divergence(_logits(rows_ND, output_VD), teacher_NV, loss)
+                value_N, by_logits_NV = divergence(_logits(rows_ND, output_VD), goal, loss)
                 loss_KN[step, span] = value_N
                 by_logits_NV *= weight_KN[step, span, None]
                 gradient_KND[step, span] = (by_logits_NV.to(output_VD.dtype) @ output_VD).to(rows_KND.dtype)
@@ -116,10 +134,10 @@ def compare(rows_KND: Tensor, goal_ND: Tensor, output_VD: Tensor, loss: Loss) ->
     guess_KN = torch.empty(shape, dtype=torch.long, device=rows_KND.device)
     best_N = torch.empty(shape[1], dtype=torch.long, device=rows_KND.device)
     for span in _chunks(shape[1], output_VD):
-        teacher_NV = _logits(goal_ND[span], output_VD)
-        best_N[span] = teacher_NV.argmax(-1)
+        goal = Goal.of(_logits(goal_ND[span], output_VD))
+        best_N[span] = goal.best_N
         for step, rows_ND in enumerate(rows_KND[:, span]):
             student_NV = _logits(rows_ND, output_VD)
             guess_KN[step, span] = student_NV.argmax(-1)
-            loss_KN[step, span] = divergence(student_NV, teacher_NV, loss)[0]
+            loss_KN[step, span] = divergence(student_NV, goal, loss)[0]
     return Compared(loss_KN=loss_KN, guess_KN=guess_KN, best_N=best_N)

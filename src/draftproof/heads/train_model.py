@@ -34,6 +34,7 @@ from draftproof.models.stock import StockModel
 from draftproof.models.weights import Weights
 
 _CPU = torch.device("cpu")
+_FIRST_SCALE = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,16 +223,19 @@ class TrainableHead(nn.Module):
 
     @torch.no_grad()
     def start_fresh(self, target: FrozenTarget, seed: int) -> None:
-        """Draw the matrices as the family draws its own; the final norm is the target's.
+        """Draw the matrices as the family draws its own; the final norm is the target's, scaled down.
 
-        With that norm the output layer reads rows of the size it knows from the first step on.
+        So the first guesses are near uniform. With the whole norm they are sure and wrong: on
+        SmolLM2-135M the first step's KL divergence was 20.9 nats instead of 9.6, and after 25 steps 7.2
+        instead of 5.0.
         """
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.parts().values():
             if parameter.ndim > 1:
                 drawn = torch.empty(parameter.shape).normal_(0.0, self._std, generator=generator)
                 parameter.copy_(drawn)
-        self.norm.weight.copy_(target.final_norm)
+        shift = 1.0 if self.style.is_norm_shifted else 0.0
+        self.norm.weight.copy_(_FIRST_SCALE * (target.final_norm.float() + shift) - shift)
 
     @torch.no_grad()
     def copy_from(self, tensors: Mapping[str, Tensor]) -> None:

@@ -249,8 +249,10 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _flush(path: Path) -> None:
+    """Onto the disk, and readable as other files are: safetensors writes for the owner alone."""
     with path.open("rb") as stream:
         os.fsync(stream.fileno())
+        os.fchmod(stream.fileno(), 0o644)
 
 
 def _pretty(document: Mapping[str, Any]) -> str:

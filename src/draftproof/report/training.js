@@ -19,7 +19,7 @@
       ];
     });
     return Plot.plot({
-      width, height: 260, marginLeft: 52, marginBottom: 42, marginTop: drafts ? 40 : 16,
+      width, height: 260, marginLeft: 52, marginBottom: 42, marginTop: drafts ? 40 : 28,
       style: { background: "none", fontFamily: "inherit", fontSize: "12px", overflow: "visible" },
       x: { label: "training step", labelArrow: "none", labelAnchor: "center", ticks: drafts ? Math.max(2, Math.round(width / drafts / 90)) : 8, tickSize: 0 },
       y: { label, labelArrow: "none", grid: true, nice: true, tickFormat: percent ? (v) => `${Math.round(100 * v)} %` : undefined, tickSize: 0 },

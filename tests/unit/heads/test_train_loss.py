@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftproof.heads import train_loss
-from draftproof.heads.train_loss import LOSSES, Loss, compare, distil, divergence
+from draftproof.heads.train_loss import LOSSES, Goal, Loss, compare, distil, divergence
 
 FP32 = torch.float32
 LOSS = pytest.mark.parametrize("loss", LOSSES)
@@ -32,7 +32,7 @@ def reference(student: Tensor, teacher: Tensor, loss: str) -> Tensor:
 def test_value_and_gradient_are_the_formulas(loss: Loss) -> None:
     student = drawn(6, 11).double().requires_grad_()
     teacher = drawn(6, 11, seed=2).double()
-    value, gradient = divergence(student.detach(), teacher, loss)
+    value, gradient = divergence(student.detach(), Goal.of(teacher), loss)
     want = reference(student, teacher, loss)
     want.sum().backward()
     assert student.grad is not None
@@ -43,7 +43,7 @@ def test_value_and_gradient_are_the_formulas(loss: Loss) -> None:
 @LOSS
 def test_equal_distributions_cost_nothing_but_entropy(loss: Loss) -> None:
     same = drawn(3, 7)
-    value, gradient = divergence(same, same + 5.0, loss)
+    value, gradient = divergence(same, Goal.of(same + 5.0), loss)
     if loss == "argmax":
         assert torch.equal(value, -same.log_softmax(-1).amax(-1))
     else:
@@ -94,7 +94,8 @@ def test_the_output_layers_dtype_is_kept() -> None:
     assert rows.grad is not None
     assert rows.grad.dtype == FP32
     student = F.linear(rows.detach()[0].bfloat16(), output).float()
-    want, _ = divergence(student, F.linear(drawn(4, 5, seed=4).bfloat16(), output).float(), "kl")
+    goal = Goal.of(F.linear(drawn(4, 5, seed=4).bfloat16(), output).float())
+    want, _ = divergence(student, goal, "kl")
     assert torch.equal(each[0], want)
 
 

@@ -178,8 +178,14 @@ class TestStart:
         first, again, other = (torch.cat([p.flatten() for p in h.parts().values()]) for h in heads)
         assert torch.equal(first, again)
         assert not torch.equal(first, other)
-        assert torch.equal(heads[0].norm.weight, target.final_norm)
+        assert torch.allclose(1 + heads[0].norm.weight, 0.2 * (1 + target.final_norm), atol=1e-6)
         assert heads[0].projection.weight.std().item() == pytest.approx(config.initializer_range, rel=0.1)
+
+    def test_a_plain_norm_is_scaled_as_it_is(self, tiny_folder: Callable[..., Path]) -> None:
+        folder = tiny_folder("llama", FP32)
+        head, target = TrainableHead(read_config(folder)), FrozenTarget(folder, FP32, CPU)
+        head.start_fresh(target, 1)
+        assert torch.allclose(head.norm.weight, 0.2 * target.final_norm)
 
     def test_a_head_folder_is_read_back_or_refused_by_name(
         self, tiny_folder: Callable[..., Path], tmp_path: Path

@@ -90,6 +90,7 @@ def test_a_head_appears_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     made = folder.write_head(20, tensors, {"model": "m"})
     assert made == tmp_path / "step-000020"
     assert sorted(p.name for p in made.iterdir()) == ["head.json", "model.safetensors", "provenance.json"]
+    assert {path.stat().st_mode & 0o777 for path in made.iterdir()} == {0o644}
     stored = safetensors.torch.load_file(made / "model.safetensors")
     assert torch.equal(stored["head.norm.weight"], tensors["head.norm.weight"])
     facts = json.loads((made / "head.json").read_text())
