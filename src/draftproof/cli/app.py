@@ -7,6 +7,27 @@ from typing import Annotated
 
 import typer
 
+from draftproof.cli import lab
+from draftproof.cli.options import (
+    DEFAULT,
+    LEDGER,
+    Claim,
+    Depth,
+    Device,
+    DrafterName,
+    DraftModel,
+    Dtype,
+    ExitLayer,
+    HeadFolder,
+    Json,
+    LedgerPath,
+    MaxNew,
+    Model,
+    Out,
+    Shortlist,
+    Threads,
+)
+
 app = typer.Typer(
     name="draftproof",
     help="Exact speculative decoding for PyTorch, proved.",
@@ -17,29 +38,6 @@ models_app = typer.Typer(help="Packaged models.", invoke_without_command=True)
 app.add_typer(models_app, name="models")
 head_app = typer.Typer(help="The head lab: steps that make a draft head for a target.", no_args_is_help=True)
 app.add_typer(head_app, name="head")
-
-Model = Annotated[str, typer.Option("--model", "-m", help="Packaged name, model folder or .gguf file.")]
-Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
-Device = Annotated[str, typer.Option(help="A torch device.")]
-Claim = Annotated[str, typer.Option(help="auto, bitwise, guarded or fixed.")]
-Threads = Annotated[int | None, typer.Option(help="torch threads; default: OMP_NUM_THREADS or all cores.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
-DrafterName = Annotated[str, typer.Option(help="auto, lookup, suffix, draft_model, early_exit, mtp or none.")]
-Depth = Annotated[str, typer.Option(help="Tokens verified a round, or auto.")]
-DraftModel = Annotated[str | None, typer.Option(help="Model to draft with (same vocabulary).")]
-ExitLayer = Annotated[int | None, typer.Option(help="Layers the early exit runs.")]
-HeadFolder = Annotated[
-    str | None, typer.Option("--head", help="Folder of a trained head, for drafters mtp and auto.")
-]
-Shortlist = Annotated[
-    Path | None, typer.Option(help="File of ids, JSON or one a line: all the native head may draft.")
-]
-MaxNew = Annotated[int, typer.Option(help="Most tokens to emit.")]
-LedgerPath = Annotated[Path, typer.Option("--ledger", help="The ledger.")]
-Out = Annotated[Path | None, typer.Option(help="Folder for the run; default: runs/<time>.")]
-
-DEFAULT = "smollm2-135m-instruct"
-LEDGER = Path("runs") / "ledger.jsonl"
 
 
 @app.callback(invoke_without_command=True)
@@ -362,3 +360,6 @@ def corpus(
     amount = {"tokens": tokens, "prompts": prompts}
     place = command.Place(out=out, against=tuple(against or ()), ray=ray, json_output=json_output)
     raise typer.Exit(command.corpus(settings, amount, place))
+
+
+head_app.command("train")(lab.train)

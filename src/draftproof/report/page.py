@@ -7,15 +7,12 @@ it asks nothing of any network, and two renderings of one run are the same bytes
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FunctionLoader, StrictUndefined
-from markupsafe import Markup
-
 from draftproof.folder import AUDIT, REPLAY, REPORT, SEAL, Evidence, read_chained, read_json, read_run
 from draftproof.report import charts, curves, facts, headline, tokens, words
+from draftproof.report.assets import environment
 from draftproof.wire import write_atomic
 
 
@@ -37,7 +34,7 @@ def render(
     """
     texts = tokens.input_texts(evidence, margins)
     drawn = _charts(evidence, results)
-    page = _environment().get_template("page.html.j2")
+    page = environment().get_template("page.html.j2")
     html = page.render(
         evidence=evidence, results=results, audit=audit, words=words, charts=drawn, texts=texts,
         head=headline.headline(evidence, results), facts=headline.facts(results, audit),
@@ -104,17 +101,3 @@ def _data(drawn: Mapping[str, charts.Chart], texts: Sequence[tokens.InputText]) 
         "charts": {name: chart.data for name, chart in drawn.items() if chart.data is not None},
         "texts": [{"rounds": text.rounds, "margins": text.margins} for text in texts],
     }
-
-
-def _environment() -> Environment:
-    """Templates of this package; everything that is put into them is escaped."""
-    environment = Environment(
-        loader=FunctionLoader(_asset), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
-    )  # fmt: skip
-    environment.globals["raw"] = lambda name: Markup(_asset(name))  # noqa: S704  a file of this package
-    return environment
-
-
-def _asset(name: str) -> str:
-    return (files(__package__) / name).read_text(encoding="utf-8")

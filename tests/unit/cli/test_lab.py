@@ -1,0 +1,115 @@
+"""The lab's commands: every option arrives, and wrong use is one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftproof import cli
+from draftproof.heads import train_loop
+from draftproof.heads.shards import Row, Shard, write_manifest, write_shard
+from draftproof.models.load import load_tokenizer
+
+
+def run(*arguments: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["draftproof", "head", "train", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+    return int(caught.value.code or 0)
+
+
+@pytest.fixture
+def options(tiny_folder: Callable[..., Path], tmp_path: Path) -> list[str]:
+    """Arguments of a training of two steps."""
+    model = tiny_folder("llama", max_position_embeddings=2048)
+    tokenizer, rows = load_tokenizer(model), []
+    for index in range(4):
+        ids = tuple(range(40 + index, 60))
+        rows.append(Row(
+            index=index, category="news", language="en", origin="template",
+            split="held-out" if index == 2 else "train", is_raw=True, is_sampled=False, finished=True,
+            messages=(("text", f"q{index}"),), text=str(tokenizer.decode(list(ids[3:]))).strip(), ids=ids,
+            prompt_length=3,
+        ))  # fmt: skip
+    digests = write_shard(tmp_path / "corpus", Shard(number=0, rows=tuple(rows), facts={}))
+    shards = [{"shard": 0, "files": digests, "num_rows": 4}]
+    write_manifest(tmp_path / "corpus", {"shards": shards, "removed_rows": []})
+    return ["--model", str(model), "--dtype", "float32", "--corpus", str(tmp_path / "corpus"), "--out",
+            str(tmp_path / "t"), "--steps", "2"]  # fmt: skip
+
+
+def test_every_option_arrives(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = {"--depth": 2, "--batch-tokens": 50, "--lr": 0.5, "--warmup": 0.25, "--weight-decay": 0.125,
+            "--clip": 2.0, "--loss": "tv", "--step-decay": 0.5, "--init-from": "fresh", "--seed": 9,
+            "--checkpoint-every": 1, "--sample-rows": 3}  # fmt: skip
+    arguments = [*options, *(str(word) for pair in more.items() for word in pair), "--autocast", "--json"]
+    assert run(*arguments) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["status"], summary["num_steps"], summary["depth"]) == ("complete", 2, 2)
+    document = json.loads((tmp_path / "t" / "train.json").read_text())
+    request = document["request"]
+    assert [request[name] for name in (
+        "batch_tokens", "rate", "warmup", "weight_decay", "clip", "loss", "step_decay", "start", "seed",
+        "checkpoint_every", "sample_rows", "autocast",
+    )] == [50, 0.5, 0.25, 0.125, 2.0, "tv", 0.5, "fresh", 9, 1, 3, True]  # fmt: skip
+    (facts,) = document["runs"]
+    assert facts["argv"] == ["head", "train", *arguments]
+    assert {"torch", "transformers"} <= set(facts["versions"])
+    assert facts["machine"]["torch"]
+
+
+def test_ctrl_c_says_how_to_go_on(
+    options: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = train_loop.Run._step
+
+    def pressed(self: train_loop.Run, step: int) -> float:
+        os.kill(os.getpid(), signal.SIGINT)
+        return plain(self, step)
+
+    monkeypatch.setattr(train_loop.Run, "_step", pressed)
+    assert run(*options) == 130
+    assert "interrupted after step 1 of 2: the same command goes on" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert run(*options) == 0
+    assert "best held-out length" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "no-such"], "no model 'no-such'"),
+        (["--epochs", "2"], "give either --epochs or --steps"),
+        (["--loss", "mse"], "unknown loss 'mse'; known: kl, tv, argmax"),
+        (["--dtype", "float16"], "heads are trained beside a bfloat16 or float32 target"),
+        (["--corpus", "nowhere"], "no corpus in nowhere"),
+        (["--init-from", "native"], "holds no head of its own"),
+        (["--stpes", "2"], "No such option: --stpes"),
+        (["--device", "gpu"], "unknown device 'gpu'"),
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_2(
+    options: list[str], capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert run(*options, *arguments) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, len(captured.err.splitlines())) == ("", 1)
+    assert message in captured.err
+
+
+def test_other_commands_of_the_lab_are_still_there(capsys: pytest.CaptureFixture[Any]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["draftproof", "head", "--help"])
+        with pytest.raises(SystemExit):
+            cli.main()
+    out = capsys.readouterr().out
+    assert "corpus" in out
+    assert "train" in out
