@@ -16,10 +16,13 @@ from typing import Any
 
 import typer
 
-from draftproof.cli.app import app
+from draftproof.cli.app import app, head_app
+from draftproof.cli.lab import add_commands
 from draftproof.errors import DraftproofError, UsageError
 
 __all__ = ["app", "main"]
+
+add_commands(head_app)
 
 # Typer carries its own copy of click; this is the base of all its usage errors.
 _CLICK_ERROR: type[Any] = next(b for b in typer.BadParameter.__mro__ if b.__name__ == "ClickException")

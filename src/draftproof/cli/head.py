@@ -36,7 +36,7 @@ def corpus(settings: dict[str, Any], amount: dict[str, int | None], place: Place
     quiet_transformers()
     evaluation = _evaluation(place.against)
     with progress_line() as report:
-        facts = _provenance(settings, report)
+        facts = provenance_of(settings, report)
         if settings["self_instruct_share"] is None:
             settings["self_instruct_share"] = _SELF_INSTRUCT if _has_template(settings) else 0.0
         writer = WriterSettings(**settings, evaluation=evaluation)
@@ -66,7 +66,8 @@ def _evaluation(against: tuple[Path, ...]) -> dict[str, str]:
     return texts
 
 
-def _provenance(settings: dict[str, Any], report: Report) -> dict[str, Any]:
+def provenance_of(settings: dict[str, Any], report: Report) -> dict[str, Any]:
+    """Facts about this run on the model that ``settings`` names by ``model`` and ``dtype``."""
     from importlib.metadata import version
 
     from draftproof.bench.provenance import provenance
