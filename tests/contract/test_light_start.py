@@ -56,7 +56,16 @@ def test_import_of_the_command_line_is_light() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["generate"], ["bench"], ["doctor"], ["models"], ["head", "corpus"], ["head", "shortlist"]],
+    [
+        [],
+        ["generate"],
+        ["bench"],
+        ["doctor"],
+        ["models"],
+        ["head", "corpus"],
+        ["head", "shortlist"],
+        ["head", "export"],
+    ],
     ids=" ".join,
 )
 def test_help_is_light(command: list[str]) -> None:

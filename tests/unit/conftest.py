@@ -5,6 +5,9 @@ that are right up to a place. Times come from a seed; stock is about twice as sl
 
 ``address``: of a Ray cluster of two nodes in this machine, which knows the asking module's own classes.
 
+``head_folder(kind, seed=1, dtype=float32)``: the folder of a random head of the tiny model ``kind``, as a
+trained head is stored, or a native one for families that have it.
+
 ``answered(answers)``: the folder of a corpus of these (split, category, language, text), in the tokens of the
 tiny models.
 """
@@ -17,10 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
+import torch
 
 from draftproof.folder import SERIAL, STOCK, Decode, Evidence
 from draftproof.heads.shards import Row, Shard, write_manifest, write_shard
-from draftproof.models.load import load_tokenizer
+from draftproof.models.load import load_tokenizer, read_config
+from draftproof.models.mtp import HEAD_STYLES, trained_style
 from draftproof.record import Counters, Leg, Machine, MemoryFloor, OpEvidence, Plan, Round, Trace
 from draftproof.stats import decode_stats
 from draftproof.wire import tokens_sha256
@@ -107,6 +113,35 @@ def _run(
 def honest_run() -> Callable[..., Evidence]:
     """``honest_run(outputs, prompts=, pairs=, changed=, machine=, **request)``."""
     return _run
+
+
+@pytest.fixture
+def head_folder(tiny_folder: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    def make(kind: str, seed: int = 1, dtype: torch.dtype = torch.float32) -> Path:
+        config = read_config(tiny_folder(kind))
+        style = HEAD_STYLES.get(config.model_type) or trained_style(config)
+        prefix, hidden = style.prefix_in(config), config.hidden_size
+        stored = safetensors.torch.load_file(tiny_folder(kind) / "model.safetensors")
+        kinds = getattr(config, "layer_types", None) or ["full_attention"]
+        like = f"model.layers.{kinds.index('full_attention')}."
+        shapes = {
+            f"{prefix}{style.block}{k.removeprefix(like)}": v.shape
+            for k, v in stored.items() if k.startswith(like)
+        }  # fmt: skip
+        norms = (style.embedding_norm, style.hidden_norm, style.final_norm)
+        shapes |= {f"{prefix}{name}.weight": torch.Size([hidden]) for name in norms}
+        shapes[f"{prefix}{style.projection}.weight"] = torch.Size([hidden, 2 * hidden])
+        generator = torch.Generator().manual_seed(seed)
+        tensors = {
+            name: (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
+            for name, shape in shapes.items()
+        }
+        folder = tmp_path / f"head{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        safetensors.torch.save_file(tensors, folder / "model.safetensors")
+        return folder
+
+    return make
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from draftproof.cli.app import DEFAULT, Dtype, HeadFolder, Json, Model, Threads
+from draftproof.cli.app import DEFAULT, Dtype, HeadFolder, Json, Model, Shortlist, Threads
 
 CorpusFolder = Annotated[Path, typer.Option("--corpus", help="Folder that `head corpus` made.")]
 
@@ -15,6 +15,8 @@ CorpusFolder = Annotated[Path, typer.Option("--corpus", help="Folder that `head 
 def add_commands(head_app: typer.Typer) -> None:
     """Add them to the group ``head``."""
     head_app.command()(shortlist)
+    head_app.command()(export)
+    head_app.command("import")(import_)
 
 
 def shortlist(
@@ -50,3 +52,32 @@ def shortlist(
         timing={"depth": depth, "acceptance": acceptance, "head": head, "device": device, "threads": threads},
     )  # fmt: skip
     raise typer.Exit(command.run(wishes))
+
+
+def export(
+    head: Annotated[Path, typer.Argument(metavar="HEAD_DIR", help="Folder of a trained head.")],
+    out: Annotated[Path, typer.Option("--out", help="New or empty folder.")],
+    to: Annotated[str, typer.Option("--to", help="speculators or sglang.")],
+    model: Model = DEFAULT,
+    depth: Annotated[int, typer.Option(help="Tokens drafted a round, for the layout's settings.")] = 3,
+    shortlist: Shortlist = None,
+    json_output: Json = False,
+) -> None:
+    """Write a head in the layout of another engine, where that layout computes the same."""
+    from draftproof.cli import export as command
+
+    ends = command.Ends(source=head, model=model, out=out, json_output=json_output)
+    raise typer.Exit(command.export(ends, to, depth, shortlist))
+
+
+def import_(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that `head export` made.")],
+    out: Annotated[Path, typer.Option("--out", help="New or empty folder for the head.")],
+    model: Model = DEFAULT,
+    json_output: Json = False,
+) -> None:
+    """Read an exported head back bit for bit; refuse what does not fit or accepts inexactly."""
+    from draftproof.cli import export as command
+
+    ends = command.Ends(source=folder, model=model, out=out, json_output=json_output)
+    raise typer.Exit(command.import_(ends))

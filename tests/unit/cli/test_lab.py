@@ -9,12 +9,12 @@ import pytest
 import typer.main
 
 from draftproof import cli
-from draftproof.cli import shortlist
+from draftproof.cli import export, shortlist
 
 
 def test_the_group_holds_them() -> None:
     group: Any = typer.main.get_command(cli.app)
-    assert {"corpus", "shortlist"} <= set(group.commands["head"].commands)
+    assert {"corpus", "shortlist", "export", "import"} <= set(group.commands["head"].commands)
 
 
 def test_every_option_reaches_the_shortlist_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,3 +39,21 @@ def test_every_option_reaches_the_shortlist_command(monkeypatch: pytest.MonkeyPa
         "depth": 2, "acceptance": 0.4, "head": "h", "device": "cuda", "threads": 3
     }  # fmt: skip
     assert (str(wishes.out), wishes.json_output) == ("o.json", True)
+
+
+def test_every_option_reaches_export_and_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(export, "export", lambda *given: seen.append(given) or 0)
+    monkeypatch.setattr(export, "import_", lambda *given: seen.append(given) or 0)
+    shared = ["--model", "m", "--out", "o", "--json"]
+    for words in (
+        ["export", "h", "--to", "sglang", "--depth", "5", "--shortlist", "s.json", *shared],
+        ["import", "d", *shared],
+    ):
+        monkeypatch.setattr(sys, "argv", ["draftproof", "head", *words])
+        with pytest.raises(SystemExit):
+            cli.main()
+    (ends, layout, depth, ids), (back,) = seen
+    assert (str(ends.source), ends.model, str(ends.out), ends.json_output) == ("h", "m", "o", True)
+    assert (layout, depth, str(ids)) == ("sglang", 5, "s.json")
+    assert (str(back.source), back.model, str(back.out), back.json_output) == ("d", "m", "o", True)
