@@ -18,6 +18,7 @@ from draftproof.clock import Clock, RealClock
 from draftproof.decode import Decoding, plain_decode, speculate
 from draftproof.depth import MAX_DEPTH, CostAwareDepth, DepthPolicy, FixedDepth
 from draftproof.drafters.build import DrafterOptions, build_drafter, has_native_head
+from draftproof.drafters.shortlist import default_shortlist
 from draftproof.errors import DrafterError, ModelError, OptionError, PromptError
 from draftproof.models.base import Session, Target
 from draftproof.models.catalog import DEFAULT_MODEL
@@ -66,7 +67,8 @@ def load(
         dtype: ``bfloat16``, ``float16`` or ``float32``, of weights and activations.
         device: a torch device.
         claim: ``auto``, ``bitwise``, ``guarded`` or ``fixed`` (see ``docs/exactness.md``).
-        head: folder of a trained head, for drafters ``mtp`` and ``auto``; replaces the checkpoint's own.
+        head: folder of a trained head, for drafters ``mtp`` and ``auto``; replaces the checkpoint's own. A
+            ``shortlist.json`` in it is used by requests that name no shortlist.
         threads: torch threads; both arms of a comparison must use the same number.
         refresh: probe and measure again.
         progress: called with (stage, done, total) during long steps.
@@ -158,7 +160,7 @@ def _with_head(target: Target, head: str, plan: Plan) -> Target:
     folder = Path(head).expanduser()
     if not folder.is_dir():
         raise DrafterError(f"no head folder {head!r}")
-    return attach_head(target, folder, plan)
+    return attach_head(target, folder, plan, default_shortlist(folder, target.vocab_size))
 
 
 def _as_tuple(ids: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -233,7 +235,7 @@ class Engine:
             raw: do not apply the chat template to text.
             draft_model: the target to draft with (``load_target``).
             exit_layer: layers the early exit runs.
-            shortlist: ids the native head may draft; all by default.
+            shortlist: ids the native head may draft; by default those its folder names, else all.
             **options: ``generate``'s own, such as ``repetition_penalty``, ``stop_strings``,
                 ``eos_token_id``, ``min_new_tokens``, ``bad_words_ids``, ``logits_processor``.
 

@@ -55,7 +55,18 @@ def test_import_of_the_command_line_is_light() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["generate"], ["bench"], ["doctor"], ["models"], ["head", "corpus"]], ids=" ".join
+    "command",
+    [
+        [],
+        ["generate"],
+        ["bench"],
+        ["doctor"],
+        ["models"],
+        ["head", "corpus"],
+        ["head", "shortlist"],
+        ["head", "export"],
+    ],
+    ids=" ".join,
 )
 def test_help_is_light(command: list[str]) -> None:
     loaded, exit_code = fresh(HELP.format(arguments=[*command, "--help"]))

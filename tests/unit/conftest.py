@@ -4,17 +4,29 @@ Two inputs, three arms (stock, serial, lookup), every trace made by the accept r
 that are right up to a place. Times come from a seed; stock is about twice as slow as lookup.
 
 ``address``: of a Ray cluster of two nodes in this machine, which knows the asking module's own classes.
+
+``head_folder(kind, seed=1, dtype=float32)``: the folder of a random head of the tiny model ``kind``, as a
+trained head is stored, or a native one for families that have it.
+
+``answered(answers)``: the folder of a corpus of these (split, category, language, text), in the tokens of the
+tiny models.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
+import torch
 
 from draftproof.folder import SERIAL, STOCK, Decode, Evidence
+from draftproof.heads.shards import Row, Shard, write_manifest, write_shard
+from draftproof.models.load import load_tokenizer, read_config
+from draftproof.models.mtp import HEAD_STYLES, trained_style
 from draftproof.record import Counters, Leg, Machine, MemoryFloor, OpEvidence, Plan, Round, Trace
 from draftproof.stats import decode_stats
 from draftproof.wire import tokens_sha256
@@ -101,6 +113,60 @@ def _run(
 def honest_run() -> Callable[..., Evidence]:
     """``honest_run(outputs, prompts=, pairs=, changed=, machine=, **request)``."""
     return _run
+
+
+@pytest.fixture
+def head_folder(tiny_folder: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    def make(kind: str, seed: int = 1, dtype: torch.dtype = torch.float32) -> Path:
+        config = read_config(tiny_folder(kind))
+        style = HEAD_STYLES.get(config.model_type) or trained_style(config)
+        prefix, hidden = style.prefix_in(config), config.hidden_size
+        stored = safetensors.torch.load_file(tiny_folder(kind) / "model.safetensors")
+        kinds = getattr(config, "layer_types", None) or ["full_attention"]
+        like = f"model.layers.{kinds.index('full_attention')}."
+        shapes = {
+            f"{prefix}{style.block}{k.removeprefix(like)}": v.shape
+            for k, v in stored.items() if k.startswith(like)
+        }  # fmt: skip
+        norms = (style.embedding_norm, style.hidden_norm, style.final_norm)
+        shapes |= {f"{prefix}{name}.weight": torch.Size([hidden]) for name in norms}
+        shapes[f"{prefix}{style.projection}.weight"] = torch.Size([hidden, 2 * hidden])
+        generator = torch.Generator().manual_seed(seed)
+        tensors = {
+            name: (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
+            for name, shape in shapes.items()
+        }
+        folder = tmp_path / f"head{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        safetensors.torch.save_file(tensors, folder / "model.safetensors")
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def answered(tiny_folder: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    tokenizer = load_tokenizer(tiny_folder("llama"))
+
+    def make(answers: Sequence[tuple[Any, str, str, str]], **manifest: Any) -> Path:
+        folder = tmp_path / f"corpus{len(list(tmp_path.iterdir()))}"
+        rows = tuple(
+            Row(
+                index=index, category=category, language=language, origin="template", split=split,
+                is_raw=False, is_sampled=False, finished=True, messages=(("user", f"prompt {index}"),),
+                text=text, ids=(7, 7, 7, *tokenizer.encode(text)), prompt_length=3,
+            )
+            for index, (split, category, language, text) in enumerate(answers)
+        )  # fmt: skip
+        files = write_shard(folder, Shard(number=0, rows=rows, facts={"count": len(rows)}))
+        document = {
+            "status": "complete", "request": {"weights": "w"}, "shards": [{"shard": 0, "files": files}],
+            "removed_rows": [], "summary": {"num_rows": len(rows)}, **manifest,
+        }  # fmt: skip
+        write_manifest(folder, document)
+        return folder
+
+    return make
 
 
 @pytest.fixture(scope="module")

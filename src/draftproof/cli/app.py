@@ -362,4 +362,4 @@ def corpus(
     raise typer.Exit(command.corpus(settings, amount, place))
 
 
-head_app.command("train")(lab.train)
+lab.add_commands(head_app)

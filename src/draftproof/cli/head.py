@@ -67,7 +67,7 @@ def _evaluation(against: tuple[Path, ...]) -> dict[str, str]:
 
 
 def provenance_of(settings: dict[str, Any], report: Report) -> dict[str, Any]:
-    """Facts about this run: weights, command, commit and versions."""
+    """Facts about this run on the model that ``settings`` names by ``model`` and ``dtype``."""
     from importlib.metadata import version
 
     from draftproof.bench.provenance import provenance

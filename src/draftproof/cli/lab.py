@@ -1,4 +1,4 @@
-"""Commands of the head lab and their options; what they do is in the other files of this package."""
+"""Commands of the head lab after the corpus and their options; what they do is in the files they call."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ from typing import Annotated
 
 import typer
 
-from draftproof.cli.options import DEFAULT, Device, Dtype, Json, Model, Threads
+from draftproof.cli.options import DEFAULT, Device, Dtype, HeadFolder, Json, MaxNew, Model, Shortlist, Threads
+
+CorpusFolder = Annotated[Path, typer.Option("--corpus", help="Folder that `head corpus` made.")]
+
+
+def add_commands(head_app: typer.Typer) -> None:
+    """Add them to the group ``head``."""
+    for command in (train, shortlist, select, export):
+        head_app.command()(command)
+    head_app.command("import")(import_)
 
 
 def train(
-    corpus: Annotated[Path, typer.Option(help="Folder that head corpus made.")] = Path("runs/corpus"),
+    corpus: CorpusFolder = Path("runs/corpus"),
     out: Annotated[
         Path, typer.Option(help="Folder of the training; one that exists is gone on with.")
     ] = Path("runs/train"),
@@ -61,3 +70,100 @@ def train(
         "autocast": autocast, "threads": threads,
     }  # fmt: skip
     raise typer.Exit(command.run(settings, out, json_output=json_output))
+
+
+def shortlist(
+    corpus: CorpusFolder,
+    model: Model = DEFAULT,
+    size: Annotated[
+        list[str] | None,
+        typer.Option("--size", help="Ids in the list, repeat for several; auto: the best by --cost."),
+    ] = None,
+    cost: Annotated[
+        bool, typer.Option("--cost", help="Time the output layer at every size, and predict speeds.")
+    ] = False,
+    depth: Annotated[int | None, typer.Option(help="With --cost: tokens drafted a round; default 3.")] = None,
+    acceptance: Annotated[
+        float | None,
+        typer.Option(help="With --cost: assumed chance that a drafted token is right; default 0.5."),
+    ] = None,
+    head: HeadFolder = None,
+    dtype: Dtype = "bfloat16",
+    device: Annotated[str | None, typer.Option(help="With --cost: a torch device; default cpu.")] = None,
+    threads: Threads = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File for the ids; with several sizes one each, named by size.")
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Choose the ids a head may draft by their frequency in a corpus, and show what each size covers."""
+    from draftproof.cli import shortlist as command
+
+    wishes = command.Wishes(
+        corpus=corpus, model=model, dtype=dtype, sizes=tuple(size or ()), cost=cost, out=out,
+        json_output=json_output,
+        timing={"depth": depth, "acceptance": acceptance, "head": head, "device": device, "threads": threads},
+    )  # fmt: skip
+    raise typer.Exit(command.run(wishes))
+
+
+def select(
+    heads: Annotated[
+        list[str],
+        typer.Argument(metavar="HEAD...", help="Head folders, or folders of head train: all checkpoints."),
+    ],
+    corpus: CorpusFolder = Path("runs/corpus"),
+    out: Annotated[
+        Path, typer.Option(help="Folder of the selection; one that exists is gone on with.")
+    ] = Path("runs/select"),
+    model: Model = DEFAULT,
+    dtype: Dtype = "bfloat16",
+    device: Device = "cpu",
+    depth: Annotated[str, typer.Option(help="Tokens drafted a round, or auto.")] = "3",
+    prompts: Annotated[int, typer.Option(help="Held-out prompts that rank.")] = 36,
+    dev_prompts: Annotated[
+        int, typer.Option(help="Further ones the winner must decode as stock does.")
+    ] = 12,
+    max_new_tokens: MaxNew = 96,
+    seed: Annotated[int, typer.Option(help="Of the prompts chosen and the order of decodes.")] = 0,
+    threads: Threads = None,
+    json_output: Json = False,
+) -> None:
+    """Rank heads by acceptance and speed in the engine on held-out prompts; the winner must be exact."""
+    from draftproof.cli import head_select as command
+
+    settings = {
+        "model": model, "corpus": str(corpus), "heads": tuple(heads), "dtype": dtype, "device": device,
+        "depth": int(depth) if depth.isdigit() else depth, "prompts": prompts, "dev_prompts": dev_prompts,
+        "max_new_tokens": max_new_tokens, "seed": seed, "threads": threads,
+    }  # fmt: skip
+    raise typer.Exit(command.run(settings, out, json_output=json_output))
+
+
+def export(
+    head: Annotated[Path, typer.Argument(metavar="HEAD_DIR", help="Folder of a trained head.")],
+    out: Annotated[Path, typer.Option("--out", help="New or empty folder.")],
+    to: Annotated[str, typer.Option("--to", help="speculators or sglang.")],
+    model: Model = DEFAULT,
+    depth: Annotated[int, typer.Option(help="Tokens drafted a round, for the layout's settings.")] = 3,
+    shortlist: Shortlist = None,
+    json_output: Json = False,
+) -> None:
+    """Write a head in the layout of another engine, where that layout computes the same."""
+    from draftproof.cli import export as command
+
+    ends = command.Ends(source=head, model=model, out=out, json_output=json_output)
+    raise typer.Exit(command.export(ends, to, depth, shortlist))
+
+
+def import_(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that `head export` made.")],
+    out: Annotated[Path, typer.Option("--out", help="New or empty folder for the head.")],
+    model: Model = DEFAULT,
+    json_output: Json = False,
+) -> None:
+    """Read an exported head back bit for bit; refuse what does not fit or accepts inexactly."""
+    from draftproof.cli import export as command
+
+    ends = command.Ends(source=folder, model=model, out=out, json_output=json_output)
+    raise typer.Exit(command.import_(ends))

@@ -26,7 +26,8 @@ class MtpDrafter:
         target: the model whose head drafts.
         session: the request's session on it, before its prompt is run.
         capacity: slots the head's cache must hold.
-        shortlist: ids the head may draft; all where ``None``. The target still decides over all.
+        shortlist: ids the head may draft; its default where ``None``, all where it has none either. The
+            target still decides over all.
     """
 
     name = "mtp"
@@ -40,6 +41,8 @@ class MtpDrafter:
         session.hidden.keep()
         self._ids_W: Tensor | None = None
         self._output = self._head.output
+        if shortlist is None:
+            shortlist = self._head.default_shortlist
         if shortlist is not None:
             self._ids_W = _checked(shortlist, target.vocab_size).to(self._head.device)
             self._output = self._head.shortlist(self._ids_W)

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from draftproof.errors import OptionError
+
+# In the folder of a head: what it may draft where a request names nothing else.
+DEFAULT_FILE = "shortlist.json"
 
 
 def read_shortlist(path: Path) -> tuple[int, ...]:
@@ -33,6 +36,33 @@ def read_shortlist(path: Path) -> tuple[int, ...]:
     return tuple(found)
 
 
+def default_shortlist(head: Path, vocab_size: int) -> tuple[int, ...] | None:
+    """The ids in the file ``shortlist.json`` of a head's folder, or ``None`` where there is none.
+
+    Raises:
+        OptionError: the file holds anything but ids below ``vocab_size``.
+    """
+    path = head / DEFAULT_FILE
+    if not path.exists():
+        return None
+    ids = read_shortlist(path)
+    if max(ids) >= vocab_size:
+        raise OptionError(
+            f"{path} holds the id {max(ids)}, but the model has {vocab_size}: remove or renew it"
+        )
+    return ids
+
+
+def ranked(counts: Mapping[int, int], ids: Iterable[int], always: Iterable[int] = ()) -> tuple[int, ...]:
+    """All of ``ids``, in the order in which a growing shortlist takes them.
+
+    Those of ``always`` first, then by falling count; equal counts, never seen included, by rising id, which
+    in a byte-level BPE is the order its merges were learnt in.
+    """
+    kept = dict.fromkeys(always)
+    return (*kept, *sorted((i for i in ids if i not in kept), key=lambda i: (-counts.get(i, 0), i)))
+
+
 def by_frequency(texts: Iterable[Sequence[int]], size: int, always: Iterable[int] = ()) -> tuple[int, ...]:
     """The ``size`` most frequent ids of tokenised texts, in ascending order.
 
@@ -41,10 +71,13 @@ def by_frequency(texts: Iterable[Sequence[int]], size: int, always: Iterable[int
         size: most ids to keep; fewer are given where the texts hold fewer.
         always: ids kept whatever their frequency, such as end tokens; they count towards ``size``.
     """
-    kept = dict.fromkeys(always)
-    if size < max(len(kept), 1):
-        raise OptionError(f"a shortlist of {size} ids has no room for the {len(kept)} always kept")
+    kept = tuple(dict.fromkeys(always))
+    check_room(size, len(kept))
     counts = Counter(i for ids in texts for i in ids)
-    ranked = sorted(counts, key=lambda i: (-counts[i], i))
-    kept |= dict.fromkeys([i for i in ranked if i not in kept][: size - len(kept)])
-    return tuple(sorted(kept))
+    return tuple(sorted(ranked(counts, counts, kept)[:size]))
+
+
+def check_room(size: int, num_always: int) -> None:
+    """Refuse a size that is none, or leaves no room for the ids always kept."""
+    if size < max(num_always, 1):
+        raise OptionError(f"a shortlist of {size} ids has no room for the {num_always} always kept")

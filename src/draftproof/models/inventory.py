@@ -24,7 +24,7 @@ from draftproof.models.build import Builder
 from draftproof.models.decoder import DecoderParts
 from draftproof.models.header import Described, Stored, describe
 from draftproof.models.load import ARCHITECTURES, DTYPES, read_config, refusal
-from draftproof.models.mtp import HEAD_STYLES, NativeHead
+from draftproof.models.mtp import HEAD_STYLES, HeadMaker, NativeHead
 from draftproof.models.sizes import Sizes
 from draftproof.models.weights import FLOATS, asked_name, misfit
 from draftproof.ops.gated_delta import FORMS
@@ -258,3 +258,29 @@ def _notes(
 def _some(names: tuple[str, ...], word: str) -> str:
     more = ", ..." if len(names) > _NUM_NAMED else ""
     return f"{len(names)} {word}{'s' * (len(names) > 1)} ({', '.join(names[:_NUM_NAMED])}{more})"
+
+
+def map_head(config: Any, stored: Mapping[str, Stored]) -> tuple[Problem, ...]:
+    """What is wrong with tensors that should be a head of this target: names, shapes and types, no numbers.
+
+    Args:
+        config: of a target that ``models.load.refusal`` does not refuse.
+        stored: the tensors by the names a head of it has.
+
+    Raises:
+        ModelFileError: no head can be built for this configuration at all.
+    """
+    meta, dtype = torch.device("meta"), DTYPES[FLOATS[0]]
+    target = MetaWeights({}, dtype)
+    parts = _build(config, target, dtype)
+    make_head = None if parts is None else parts.make_head
+    if not isinstance(make_head, HeadMaker):
+        raise ModelFileError(f"no head can be built for {config.model_type!r}: {target.problems[-1].text}")
+    source = MetaWeights(stored, dtype)
+    make_head(
+        Builder(
+            source, _plain_plan(config), hidden=config.hidden_size, dtype=dtype, device=meta, is_apart=True
+        )
+    )  # fmt: skip
+    source.finish()
+    return tuple(source.problems)

@@ -169,11 +169,13 @@ def load_decoder(
     return build_decoder(config, Weights(folder, dtype, device, renamed), plan, dtype=dtype, device=device)
 
 
-def attach_head(target: DecoderTarget, folder: Path, plan: Plan) -> DecoderTarget:
+def attach_head(
+    target: DecoderTarget, folder: Path, plan: Plan, shortlist: tuple[int, ...] | None = None
+) -> DecoderTarget:
     """``target`` with the head in ``folder`` in place of its own; weights are shared.
 
     A folder with safetensors, named as the family names its native head's, or as ``models.mtp.TRAINED``
-    says where it has none.
+    says where it has none. ``shortlist`` are the ids the head drafts where a request names none.
 
     Raises:
         ModelFileError: a tensor is missing, extra, mis-shaped or of a wrong type; it is named.
@@ -187,7 +189,7 @@ def attach_head(target: DecoderTarget, folder: Path, plan: Plan) -> DecoderTarge
         weights, plan, hidden=parts.embedding_VD.shape[1], dtype=parts.dtype, device=parts.device,
         is_apart=True,
     )  # fmt: skip
-    head = make_head(build)
+    head = make_head(build, shortlist)
     weights.finish()
     return DecoderTarget(replace(parts, native_head=head), target.max_rows)
 

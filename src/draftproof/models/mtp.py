@@ -95,15 +95,18 @@ class NativeHead:
         shape: of the layer's keys and values.
         embedding_VD: the target's own embedding.
         output: the target's own output layer.
+        default_shortlist: ids it drafts where a request names none; all where ``None``.
     """
 
     def __init__(
         self, style: HeadStyle, config: Any, build: Builder, *, make_layer: Callable[[str], Layer],
         shape: LayerShape, embedding_VD: Tensor, output: RowLinear,
+        default_shortlist: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
         if getattr(config, "mtp_use_dedicated_embeddings", False):
             raise ModelFileError("a native head with an embedding of its own is not supported")
         self.style, self.shape, self.output = style, shape, output
+        self.default_shortlist = default_shortlist
         self.embedding_VD, self.dtype, self.device = embedding_VD, build.dtype, build.device
         self._eps = config.rms_norm_eps
         prefix = style.prefix_in(config)
@@ -151,8 +154,13 @@ class NativeHead:
         """
         key = tuple(ids_W.tolist())
         if key not in self._shortlists:
-            self._shortlists[key] = RowLinear(PlainLinear([self.output.dense()[ids_W]]), MAX_ROWS)
+            self._shortlists[key] = shortened(self.output, ids_W)
         return self._shortlists[key]
+
+
+def shortened(output: RowLinear, ids_W: Tensor) -> RowLinear:
+    """A copy of the rows ``ids_W`` (int64) of an output layer, ``[T, D] -> [T, W]``."""
+    return RowLinear(PlainLinear([output.dense()[ids_W]]), MAX_ROWS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,11 +186,11 @@ class HeadMaker:
         """The family's own, or that of trained heads where it has none."""
         return HEAD_STYLES.get(self.config.model_type) or trained_style(self.config)
 
-    def __call__(self, build: Builder) -> NativeHead:
-        """The head whose tensors ``build`` hands out."""
+    def __call__(self, build: Builder, shortlist: tuple[int, ...] | None = None) -> NativeHead:
+        """The head whose tensors ``build`` hands out; ``shortlist`` is its default."""
         return NativeHead(
             self.style, self.config, build, make_layer=partial(self.make_layer, build), shape=self.shape,
-            embedding_VD=self.embedding_VD, output=self.output,
+            embedding_VD=self.embedding_VD, output=self.output, default_shortlist=shortlist,
         )  # fmt: skip
 
     def beside(self, build: Builder) -> NativeHead | None:

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 
 from draftproof import cli
+from draftproof.cli import export, head_select, shortlist
 from draftproof.heads import train_loop
 from draftproof.heads.shards import Row, Shard, write_manifest, write_shard
 from draftproof.models.load import load_tokenizer
@@ -105,11 +107,71 @@ def test_wrong_use_is_one_line_and_exit_2(
     assert message in captured.err
 
 
-def test_other_commands_of_the_lab_are_still_there(capsys: pytest.CaptureFixture[Any]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["draftproof", "head", "--help"])
+def test_the_group_holds_them() -> None:
+    group: Any = typer.main.get_command(cli.app)
+    assert {"corpus", "train", "shortlist", "select", "export", "import"} <= set(group.commands["head"].commands)
+
+
+def test_every_option_reaches_the_shortlist_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[shortlist.Wishes] = []
+
+    def note(wishes: shortlist.Wishes) -> int:
+        seen.append(wishes)
+        return 130
+
+    monkeypatch.setattr(shortlist, "run", note)
+    options = ["--corpus", "c", "--model", "m", "--size", "9", "--size", "auto", "--cost", "--depth", "2",
+               "--acceptance", "0.4", "--head", "h", "--dtype", "float32", "--device", "cuda", "--threads",
+               "3", "--out", "o.json", "--json"]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["draftproof", "head", "shortlist", *options])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 130
+    (wishes,) = seen
+    assert (str(wishes.corpus), wishes.model, wishes.dtype) == ("c", "m", "float32")
+    assert (wishes.numbers, wishes.is_auto, wishes.is_timed) == ((9,), True, True)
+    assert wishes.timing == {
+        "depth": 2, "acceptance": 0.4, "head": "h", "device": "cuda", "threads": 3
+    }  # fmt: skip
+    assert (str(wishes.out), wishes.json_output) == ("o.json", True)
+
+
+def test_every_option_reaches_export_and_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(export, "export", lambda *given: seen.append(given) or 0)
+    monkeypatch.setattr(export, "import_", lambda *given: seen.append(given) or 0)
+    shared = ["--model", "m", "--out", "o", "--json"]
+    for words in (
+        ["export", "h", "--to", "sglang", "--depth", "5", "--shortlist", "s.json", *shared],
+        ["import", "d", *shared],
+    ):
+        monkeypatch.setattr(sys, "argv", ["draftproof", "head", *words])
         with pytest.raises(SystemExit):
             cli.main()
-    out = capsys.readouterr().out
-    assert "corpus" in out
-    assert "train" in out
+    (ends, layout, depth, ids), (back,) = seen
+    assert (str(ends.source), ends.model, str(ends.out), ends.json_output) == ("h", "m", "o", True)
+    assert (layout, depth, str(ids)) == ("sglang", 5, "s.json")
+    assert (str(back.source), back.model, str(back.out), back.json_output) == ("d", "m", "o", True)
+
+
+def test_every_option_reaches_select(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def note(settings: dict[str, Any], out: Path, *, json_output: bool) -> int:
+        seen.append((settings, str(out), json_output))
+        return 1
+
+    monkeypatch.setattr(head_select, "run", note)
+    words = ["a", "b", "--corpus", "c", "--out", "o", "--model", "m", "--dtype", "float32", "--device", "cuda",
+             "--depth", "auto", "--prompts", "7", "--dev-prompts", "2", "--max-new-tokens", "9", "--seed", "4",
+             "--threads", "3", "--json"]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["draftproof", "head", "select", *words])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 1
+    assert seen == [(
+        {
+            "model": "m", "corpus": "c", "heads": ("a", "b"), "dtype": "float32", "device": "cuda",
+            "depth": "auto", "prompts": 7, "dev_prompts": 2, "max_new_tokens": 9, "seed": 4, "threads": 3,
+        }, "o", True,
+    )]  # fmt: skip

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from draftproof.drafters.shortlist import by_frequency, read_shortlist
+from draftproof.drafters.shortlist import (
+    DEFAULT_FILE,
+    by_frequency,
+    default_shortlist,
+    ranked,
+    read_shortlist,
+)
 from draftproof.errors import OptionError
 
 
@@ -60,3 +66,33 @@ class TestByFrequency:
     def test_no_room(self, size: int, always: tuple[int, ...]) -> None:
         with pytest.raises(OptionError, match="no room"):
             by_frequency(self.TEXTS, size, always)
+
+
+class TestRanked:
+    def test_by_count_then_by_id_with_those_never_seen_last(self) -> None:
+        assert ranked({3: 1, 5: 9, 1: 1}, range(7)) == (5, 1, 3, 0, 2, 4, 6)
+
+    def test_what_is_always_kept_comes_first_and_once(self) -> None:
+        assert ranked({3: 1, 5: 9}, range(6), always=[4, 3, 4]) == (4, 3, 5, 0, 1, 2)
+
+    def test_every_id_once(self) -> None:
+        assert sorted(ranked({9: 2, 40: 1}, range(50), always=[49, 0])) == list(range(50))
+
+
+class TestDefaultShortlist:
+    def test_none_where_the_folder_names_none(self, tmp_path: Path) -> None:
+        assert default_shortlist(tmp_path, 10) is None
+
+    def test_its_ids(self, tmp_path: Path) -> None:
+        (tmp_path / DEFAULT_FILE).write_text("[2, 9]")
+        assert default_shortlist(tmp_path, 10) == (2, 9)
+
+    def test_ids_the_model_lacks_name_the_file(self, tmp_path: Path) -> None:
+        (tmp_path / DEFAULT_FILE).write_text("[2, 10]")
+        with pytest.raises(OptionError, match=r"shortlist\.json holds the id 10, but the model has 10"):
+            default_shortlist(tmp_path, 10)
+
+    def test_a_damaged_one_is_not_passed_over(self, tmp_path: Path) -> None:
+        (tmp_path / DEFAULT_FILE).write_text("[2, ")
+        with pytest.raises(OptionError, match=r"shortlist\.json must hold a JSON list"):
+            default_shortlist(tmp_path, 10)

@@ -17,7 +17,7 @@ import draftproof
 from draftproof.decode import Decoding, plain_decode, speculate
 from draftproof.depth import FixedDepth
 from draftproof.drafters.mtp import MtpDrafter, head_of
-from draftproof.errors import DrafterError, ModelFileError
+from draftproof.errors import DrafterError, ModelFileError, OptionError
 from draftproof.models.decoder import DecoderTarget
 from draftproof.models.load import attach_head, read_config
 from draftproof.models.mtp import HEAD_STYLES, trained_style
@@ -158,3 +158,32 @@ def test_the_engine_loads_it_from_its_folder(
     assert sum(r.num_drafted for r in trace.rounds) > 10
     with pytest.raises(DrafterError, match="no head folder"):
         load(head=str(folder / "gone"))
+
+
+def test_the_shortlist_in_its_folder_is_used_where_a_request_names_none(
+    tiny_folder: Callable[..., Path], saved: Callable[..., Path]
+) -> None:
+    """Only its ids are drafted, and the tokens are those without it."""
+    model = tiny_folder("llama", torch.float32)
+    folder, few, others = saved(head_tensors(model)), (3, 40, 41, 200), (5, 6)
+    load = partial(draftproof.load, str(model), dtype="float32", head=str(folder))
+
+    def decode(engine: Any, drafter: str = "mtp", **options: Any) -> tuple[list[int], set[int]]:
+        trace = engine.decode(PROMPT, max_new_tokens=16, drafter=drafter, **options)
+        return list(trace.token_ids), {i for r in trace.rounds for i in r.offered}
+
+    tokens, drafted = decode(load(), depth=2)
+    assert len(drafted) > len(few)
+    (folder / "shortlist.json").write_text(str(list(few)))
+    engine = load()
+    assert decode(engine, "none")[0] == tokens
+    with_default, ids = decode(engine, depth=2)
+    assert with_default == tokens
+    assert ids
+    assert ids <= set(few)
+    named, ids = decode(engine, depth=2, shortlist=others)
+    assert named == tokens
+    assert ids <= set(others)
+    (folder / "shortlist.json").write_text("[288]")
+    with pytest.raises(OptionError, match="holds the id 288, but the model has 288"):
+        load()

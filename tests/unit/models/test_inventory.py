@@ -6,6 +6,7 @@ import json
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from transformers import (
 
 from draftproof.errors import ArchitectureError, ModelError, ModelFileError
 from draftproof.models import sizes
-from draftproof.models.inventory import Inventory, _plain_plan, take_inventory
+from draftproof.models.header import describe
+from draftproof.models.inventory import Inventory, _plain_plan, map_head, take_inventory
 from draftproof.models.load import load_decoder, read_config
 
 CPU = torch.device("cpu")
@@ -449,3 +451,27 @@ def test_the_released_35b_with_experts(tmp_path: Path) -> None:
     assert round(active / 2 / 1e9, 3) == 2.946
     assert round((held.num_params[sizes.HEAD] + held.num_params[sizes.HEAD_EXPERTS]) / 1e6, 1) == 844.6
     assert round((held.draft_bytes(0, 0) / 2 - 2048) / 1e6, 1) == 64.5
+
+
+class TestMapHead:
+    @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text", "qwen3_5_mtp", "glm4_moe_mtp"])
+    def test_a_head_that_fits_and_every_way_not_to(
+        self, kind: str, tiny_folder: Callable[..., Path], head_folder: Callable[..., Path]
+    ) -> None:
+        config, stored = read_config(tiny_folder(kind)), describe(head_folder(kind)).tensors
+        assert map_head(config, stored) == ()
+        name = max(stored, key=lambda each: stored[each].num_bytes or 0)
+        small, whole = replace(stored[name], shape=(3, 3)), replace(stored[name], dtype="int8")
+        lacking = {k: v for k, v in stored.items() if k != name}
+        for changed, kind_of_problem, where in (
+            (lacking, "missing", name), (stored | {name: small}, "unfit", name),
+            (stored | {name: whole}, "unfit", name), (stored | {"other": small}, "left over", "other"),
+        ):  # fmt: skip
+            (problem,) = map_head(config, changed)
+            assert (problem.kind, problem.name) == (kind_of_problem, where)
+
+    def test_a_head_no_target_runs(self, tiny_folder: Callable[..., Path]) -> None:
+        config = read_config(tiny_folder("qwen3_5_mtp"))
+        config.mtp_use_dedicated_embeddings = True
+        with pytest.raises(ModelFileError, match="an embedding of its own"):
+            map_head(config, {})
