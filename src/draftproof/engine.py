@@ -178,6 +178,17 @@ class Engine:
         self.folder, self.name = folder, name
         self._rules, self._clock, self._tokenizer = rule_factory, clock or RealClock(), tokenizer
 
+    def with_head(self, head: str) -> Engine:
+        """An engine with the head in the folder ``head``; weights, plan and cost curve are shared.
+
+        Raises:
+            UsageError: the folder holds no head of this model.
+        """
+        return Engine(
+            _with_head(self.target, head, self.plan), self.plan, self.curve, rule_factory=self._rules,
+            folder=self.folder, name=self.name, tokenizer=self._tokenizer, clock=self._clock,
+        )  # fmt: skip
+
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer, loaded when text is first needed; ids need none."""

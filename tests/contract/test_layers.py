@@ -26,7 +26,7 @@ class Row:
     files: tuple[str, ...]
     may_import: tuple[str, ...]
     in_handlers: tuple[str, ...]
-    exceptions: tuple[str, ...] | None  # (importer, imported); None reads "earlier"
+    exceptions: tuple[str, ...] | None  # importers, then the imported; None reads "earlier"
     first: int
 
 
@@ -132,8 +132,9 @@ def is_allowed(item: Import, rows: list[Row]) -> bool:
     if row.band == target_row.band:
         if row.exceptions is None or place == target_place:
             return target_place <= place
-        importer, imported = row.exceptions
-        return fnmatchcase(item.importer, importer) and fnmatchcase(item.target, imported)
+        *importers, imported = row.exceptions
+        is_named = any(fnmatchcase(item.importer, importer) for importer in importers)
+        return is_named and fnmatchcase(item.target, imported)
     allowed = row.may_import + (row.in_handlers if item.in_function else ())
     return any(name == target_row.band or fnmatchcase(item.target, name) for name in allowed)
 

@@ -121,9 +121,7 @@ def select(
     device: Device = "cpu",
     depth: Annotated[str, typer.Option(help="Tokens drafted a round, or auto.")] = "3",
     prompts: Annotated[int, typer.Option(help="Held-out prompts that rank.")] = 36,
-    dev_prompts: Annotated[
-        int, typer.Option(help="Further ones the winner must decode as stock does.")
-    ] = 12,
+    dev_prompts: Annotated[int, typer.Option(help="Further ones the winner must decode as stock does.")] = 12,
     max_new_tokens: MaxNew = 96,
     seed: Annotated[int, typer.Option(help="Of the prompts chosen and the order of decodes.")] = 0,
     threads: Threads = None,

@@ -109,7 +109,9 @@ def test_wrong_use_is_one_line_and_exit_2(
 
 def test_the_group_holds_them() -> None:
     group: Any = typer.main.get_command(cli.app)
-    assert {"corpus", "train", "shortlist", "select", "export", "import"} <= set(group.commands["head"].commands)
+    assert {"corpus", "train", "shortlist", "select", "export", "import"} <= set(
+        group.commands["head"].commands
+    )
 
 
 def test_every_option_reaches_the_shortlist_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,9 +164,9 @@ def test_every_option_reaches_select(monkeypatch: pytest.MonkeyPatch) -> None:
         return 1
 
     monkeypatch.setattr(head_select, "run", note)
-    words = ["a", "b", "--corpus", "c", "--out", "o", "--model", "m", "--dtype", "float32", "--device", "cuda",
-             "--depth", "auto", "--prompts", "7", "--dev-prompts", "2", "--max-new-tokens", "9", "--seed", "4",
-             "--threads", "3", "--json"]  # fmt: skip
+    words = ["a", "b", "--corpus", "c", "--out", "o", "--model", "m", "--dtype", "float32", "--device", "cuda"]
+    words += ["--depth", "auto", "--prompts", "7", "--dev-prompts", "2", "--max-new-tokens", "9"]
+    words += ["--seed", "4", "--threads", "3", "--json"]
     monkeypatch.setattr(sys, "argv", ["draftproof", "head", "select", *words])
     with pytest.raises(SystemExit) as caught:
         cli.main()
