@@ -77,6 +77,8 @@ def join(device: torch.device) -> Team:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return Team()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # NCCL sends objects from the current one
     try:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     except (RuntimeError, ValueError) as error:

@@ -31,10 +31,12 @@ SUMMARY = {
 
 
 def test_the_table_has_every_candidate_and_what_became_of_it() -> None:
-    console = Console(width=200, record=True, file=None, quiet=False)
+    console = Console(width=200)
     with console.capture() as capture:
         console.print(command.table(SUMMARY))
-    rows = [line.split() for line in capture.get().splitlines() if line.strip().startswith(("a ", "b ", "c "))]
+    rows = [
+        line.split() for line in capture.get().splitlines() if line.strip().startswith(("a ", "b ", "c "))
+    ]
     assert [(row[0], row[-1]) for row in rows] == [("a", "refused"), ("b", "chosen"), ("c", "slower")]
     assert rows[0][1:5] == ["2.50", "(2.25-2.75)", "50.0%", "1.50x"]
     assert "1.12" in rows[0]

@@ -164,7 +164,20 @@ def test_every_option_reaches_select(monkeypatch: pytest.MonkeyPatch) -> None:
         return 1
 
     monkeypatch.setattr(head_select, "run", note)
-    words = ["a", "b", "--corpus", "c", "--out", "o", "--model", "m", "--dtype", "float32", "--device", "cuda"]
+    words = [
+        "a",
+        "b",
+        "--corpus",
+        "c",
+        "--out",
+        "o",
+        "--model",
+        "m",
+        "--dtype",
+        "float32",
+        "--device",
+        "cuda",
+    ]
     words += ["--depth", "auto", "--prompts", "7", "--dev-prompts", "2", "--max-new-tokens", "9"]
     words += ["--seed", "4", "--threads", "3", "--json"]
     monkeypatch.setattr(sys, "argv", ["draftproof", "head", "select", *words])

@@ -36,6 +36,12 @@ def write_corpus(model: Path, folder: Path) -> Path:
 
 
 @pytest.fixture
+def corpus_of(tmp_path: Path) -> Callable[[Path], Path]:
+    """``corpus_of(model)``: the folder of such a corpus."""
+    return lambda model: write_corpus(model, tmp_path / "corpus")
+
+
+@pytest.fixture
 def train_settings(tiny_folder: Callable[..., Path], tmp_path: Path) -> Callable[..., TrainSettings]:
     """``train_settings(kind="llama", **changes)`` with a corpus of its own."""
 

@@ -15,7 +15,6 @@ from draftproof.errors import OptionError
 from draftproof.heads import select as module
 from draftproof.heads.select import SelectSettings, find_candidates, read_selection, select_head
 from draftproof.record import Trace
-from tests.unit.heads.conftest import write_corpus
 
 Make = Callable[..., SelectSettings]
 FACTS = {"argv": ["x"]}
@@ -23,11 +22,12 @@ FACTS = {"argv": ["x"]}
 
 @pytest.fixture
 def make(
-    tiny_folder: Callable[..., Path], head_folder: Callable[..., Path], tmp_path: Path, scratch_cache: Path
+    tiny_folder: Callable[..., Path], head_folder: Callable[..., Path], corpus_of: Callable[[Path], Path],
+    scratch_cache: Path,
 ) -> Make:
     """``make(**changes)``: two heads of a tiny Llama, two prompts that rank and one of the dev set."""
     model = tiny_folder("llama", max_position_embeddings=2048)
-    corpus = write_corpus(model, tmp_path / "corpus")
+    corpus = corpus_of(model)
     heads = tuple(str(head_folder("llama", seed)) for seed in (1, 2))
 
     def settings(**changes: Any) -> SelectSettings:
