@@ -90,6 +90,8 @@ def run(wishes: Wishes) -> int:
             lists.write_shortlist(path, ranking.ids(size), {**summary, "run": facts})
             written.append(str(path))
     summary["written"] = written
+    left = wishes.out is not None and not written and wishes.out.exists()
+    summary["left"] = str(wishes.out) if left else None
     if wishes.json_output:
         sys.stdout.write(json.dumps(summary) + "\n")
     else:
@@ -194,6 +196,8 @@ def lines(summary: dict[str, Any], *, is_auto: bool) -> list[str]:
         )
     if is_auto:
         told.append(_choice(summary["chosen"]))
+    if summary["left"] is not None:
+        told.append(f"{summary['left']} holds a list of an earlier run: remove it where a head would use it")
     return [*told, *(f"shortlist: {path}" for path in summary["written"])]
 
 

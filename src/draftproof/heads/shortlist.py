@@ -20,7 +20,7 @@ import numpy as np
 from transformers import GenerationConfig
 
 from draftproof.drafters.shortlist import check_room, ranked
-from draftproof.errors import OptionError
+from draftproof.errors import ModelFileError, OptionError
 from draftproof.heads.chat import Chat
 from draftproof.heads.shards import MANIFEST, Row, read_corpus, read_manifest
 from draftproof.models.load import load_tokenizer, read_config
@@ -54,9 +54,13 @@ class Vocabulary:
 
 
 def _generation_config(folder: Path, config: Any) -> Any:
-    if (folder / "generation_config.json").is_file():
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return GenerationConfig.from_model_config(config)
+    try:
         return GenerationConfig.from_pretrained(folder)
-    return GenerationConfig.from_model_config(config)
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelFileError(f"cannot read {file}: {str(error).splitlines()[0]}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

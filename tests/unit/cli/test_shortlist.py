@@ -96,7 +96,7 @@ def test_costs_are_measured_on_the_head_and_auto_takes_the_best(
 
 SUMMARY: dict[str, Any] = {
     "model": "smollm2", "num_train_tokens": 900, "always": [0, 2], "chosen": [2048],
-    "written": ["ids.json"],
+    "written": ["ids.json"], "left": None,
     "coverage": {
         "sizes": [2048, 4096], "vocab_size": 49152, "num_seen": 700,
         "all": {"num_tokens": 30, "shares": [0.9, 0.95]},
@@ -134,6 +134,23 @@ def test_the_lines() -> None:
     assert told[2:] == ["auto: 2048 ids, the most predicted tokens a second", "shortlist: ids.json"]
     assert "no list to choose" in command.lines(SUMMARY | {"chosen": []}, is_auto=True)[2]
     assert len(command.lines(SUMMARY | {"cost": None}, is_auto=False)) == 2
+    stale = command.lines(SUMMARY | {"chosen": [], "written": [], "left": "a.json"}, is_auto=True)
+    assert stale[3] == "a.json holds a list of an earlier run: remove it where a head would use it"
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_list_of_an_earlier_run_is_named_when_auto_writes_none(
+    given: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    is_there: bool,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(command, "_cost", lambda *_: {**SUMMARY["cost"], "best": 288})
+    out = tmp_path / "ids.json"
+    if is_there:
+        out.write_text("[1]")
+    assert run(*given, "--size", "auto", "--size", 8, "--out", out, "--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["written"], summary["left"]) == ([], str(out) if is_there else None)
+    assert out.exists() == is_there
 
 
 @pytest.mark.parametrize(

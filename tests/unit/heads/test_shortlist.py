@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from draftproof.drafters.shortlist import read_shortlist
-from draftproof.errors import OptionError, ShardError, UsageError
+from draftproof.errors import ModelFileError, OptionError, ShardError, UsageError
 from draftproof.heads import shortlist as lists
 from draftproof.heads.shortlist import Counts, Vocabulary
 from draftproof.models.load import load_tokenizer
@@ -65,6 +65,9 @@ def test_special_and_end_tokens_are_always_in(tiny_folder: Callable[..., Path], 
     assert Vocabulary.of(tmp_path).always == (3, 11, 280)
     (tmp_path / "generation_config.json").unlink()
     assert Vocabulary.of(tmp_path).always == (3, 11, 280), "the configuration names them, too"
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ModelFileError, match=r"cannot read .*generation_config\.json"):
+        Vocabulary.of(tmp_path)
 
 
 VOCABULARY = Vocabulary(size=10, always=(9,), text=lambda _: "")
