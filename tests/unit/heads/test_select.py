@@ -22,7 +22,9 @@ FACTS = {"argv": ["x"]}
 
 @pytest.fixture
 def make(
-    tiny_folder: Callable[..., Path], head_folder: Callable[..., Path], corpus_of: Callable[[Path], Path],
+    tiny_folder: Callable[..., Path],
+    head_folder: Callable[..., Path],
+    corpus_of: Callable[[Path], Path],
     scratch_cache: Path,
 ) -> Make:
     """``make(**changes)``: two heads of a tiny Llama, two prompts that rank and one of the dev set."""
