@@ -45,7 +45,7 @@ def table(summary: dict[str, Any]) -> Table:
     made = Table(title=Text(title), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     made.add_column("candidate", overflow="fold")
     for name in ("length", "first draft", "speed", "against fastest", "worst kind", ""):
-        made.add_column(name, justify="right", no_wrap=True)
+        made.add_column(name, justify="right")
     refused = {one["name"] for one in summary["refused"]}
     for one in summary["candidates"]:
         kind, length = one["worst_kind"]

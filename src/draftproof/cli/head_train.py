@@ -43,7 +43,7 @@ def table(summary: dict[str, Any]) -> Table:
     made = Table(title=Text(title), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     drafts = [f"held-out {step}" for step in range(1, summary["depth"] + 1)]
     for name in ("step", "tokens", "loss", "train length", "held-out length", *drafts):
-        made.add_column(name, justify="right", no_wrap=True)
+        made.add_column(name, justify="right")
     for row in summary["history"]:
         loss = row["training_loss"]
         made.add_row(

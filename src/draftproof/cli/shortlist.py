@@ -151,7 +151,7 @@ def coverage_table(summary: dict[str, Any]) -> Table:
     found = summary["coverage"]
     made = _table()
     for name in ("", "tokens", *(str(size) for size in found["sizes"])):
-        made.add_column(name, justify="left" if not name else "right", no_wrap=True)
+        made.add_column(name, justify="left" if not name else "right")
     for part in (found["by_category"], found["by_language"], {"all": found["all"]}):
         for name, line in part.items():
             made.add_row(name, str(line["num_tokens"]), *(f"{share:.1%}" for share in line["shares"]))
@@ -164,7 +164,7 @@ def cost_table(cost: dict[str, Any]) -> Table:
     made = _table()
     names = ("ids", "covered", "output ms", "±", "saved ms", "covered per ms", "tokens/s", "against all")
     for name in names:
-        made.add_column(name, justify="right", no_wrap=True)
+        made.add_column(name, justify="right")
     whole = cost["sizes"][-1]["tokens_per_second"]
     for line in cost["sizes"]:
         gained = line["coverage_per_ms"]

@@ -50,6 +50,7 @@ class Team:
                 box[1] = error
         dist.broadcast_object_list(box, src=0)
         if box[1] is not None:
+            dist.barrier()  # so that none is gone before all have heard
             raise box[1]
         made: T = box[0]
         return made

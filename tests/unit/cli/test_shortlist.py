@@ -116,7 +116,10 @@ SUMMARY: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables_fit_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     stdout().print(command.coverage_table(SUMMARY))
     stdout().print(command.cost_table(SUMMARY["cost"]))
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]

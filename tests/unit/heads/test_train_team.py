@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -66,13 +67,25 @@ from draftproof.heads.train_settings import TrainSettings
 torch.set_num_threads(1)
 settings, out = TrainSettings(**json.loads(sys.argv[1])), Path(sys.argv[2])
 rank = os.environ["RANK"]
-summary = train_head(settings, out, lambda *_: None, provenance={"rank": rank})
-(out.parent / f"told-{rank}.json").write_text(json.dumps(summary))
 try:
-    train_head(settings, out / "train.json", lambda *_: None, provenance={})
+    told = train_head(settings, out, lambda *_: None, provenance={"rank": rank})
 except OptionError as error:
-    (out.parent / f"error-{rank}").write_text(str(error))
+    told = str(error)
+(Path(sys.argv[3]) / f"told-{rank}.json").write_text(json.dumps(told))
 """
+
+
+def two_workers(settings: TrainSettings, out: Path, folder: Path) -> list[Any]:
+    """What each process was told."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0",
+               "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(folder / "child.py"),
+               json.dumps(asdict(settings)), str(out), str(folder)]  # fmt: skip
+    (folder / "child.py").write_text(CHILD)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in (0, 1)]
 
 
 @pytest.mark.slow
@@ -86,23 +99,13 @@ def test_two_workers_train_what_one_trains(
     """
     settings = replace(train_settings(), steps=4, checkpoint_every=2)
     alone = train_head(settings, tmp_path / "one", lambda *_: None, provenance={})
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0",
-               "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(tmp_path / "child.py"),
-               json.dumps(asdict(settings)), str(tmp_path / "two")]  # fmt: skip
-    (tmp_path / "child.py").write_text(CHILD)
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    summaries = [json.loads((tmp_path / f"told-{rank}.json").read_text()) for rank in (0, 1)]
+    summaries = two_workers(settings, tmp_path / "two", tmp_path)
     assert summaries[0]["history"][-1]["training_loss"] == pytest.approx(
         alone["history"][-1]["training_loss"], rel=1e-4
     )
     assert summaries[0]["history"][-1]["num_tokens"] == alone["history"][-1]["num_tokens"]
     runs = json.loads((tmp_path / "two" / "train.json").read_text())["runs"]
     assert [(run["rank"], run["num_processes"]) for run in runs] == [("0", 2)], "the first one alone writes"
-    for rank in (0, 1):
-        assert "is a file: name a folder" in (tmp_path / f"error-{rank}").read_text()
     one, two = (
         safetensors.torch.load_file(tmp_path / name / "step-000004" / "model.safetensors")
         for name in ("one", "two")
@@ -112,3 +115,10 @@ def test_two_workers_train_what_one_trains(
         apart = (tensor - two[name]).abs()
         assert apart.median() < 1e-5, name
         assert apart.max() < 4e-2, name
+
+
+@pytest.mark.slow
+def test_all_hear_the_first_ones_error(train_settings: Callable[..., TrainSettings], tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    told = two_workers(train_settings(), tmp_path / "notes.txt", tmp_path)
+    assert told == [f"{tmp_path / 'notes.txt'} is a file: name a folder with --out"] * 2
